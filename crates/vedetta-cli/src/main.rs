@@ -1,0 +1,2 @@
+//! The `vedetta` program.
+fn main() {}
