@@ -1,1 +1,32 @@
-//! Stub.
+//! One SQLite file, one writer, one fsync for all who wait.
+//!
+//! ```text
+//!  write(f) ──┐                     ┌─ SAVEPOINT f  RELEASE ─┐
+//!  write(g) ──┼─► queue ─► BEGIN ───┼─ SAVEPOINT g  ROLLBACK ┼──► COMMIT ──► mirrors publish ──► answers
+//!  write(h) ──┘  (bounded)          └─ SAVEPOINT h  RELEASE ─┘   (one fsync)
+//! ```
+//!
+//! A write is a closure. Each runs in a savepoint of its own, so one that fails is undone alone;
+//! all that wait share one commit, and nobody is told "done" before that commit is on the disk.
+//! What is stored is not this crate's business.
+
+mod backup;
+mod failpoint;
+mod folder;
+mod open;
+mod readers;
+mod space;
+mod wal;
+mod writer;
+
+pub use backup::{BackupError, backup};
+pub use failpoint::failpoint;
+pub use folder::{DataFolder, FolderError};
+#[cfg(feature = "torture")]
+pub use open::Torture;
+pub use open::{Db, OpenError, Options, Schema, damage};
+pub use readers::ReadError;
+pub use writer::{CommitError, Mirror, Purpose, Stop, WriteError};
+
+/// The connection a closure works on, and what it returns.
+pub use rusqlite;

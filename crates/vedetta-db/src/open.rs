@@ -1,0 +1,411 @@
+//! Opening the file: who may, in which version, with which connections.
+
+use std::fs::{self, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::JoinHandle;
+
+use parking_lot::Mutex;
+use rusqlite::config::DbConfig;
+use rusqlite::{Connection, OpenFlags, OptionalExtension as _};
+use tokio::sync::mpsc;
+
+use crate::folder::{parent, sync_folder};
+use crate::readers::{ReadError, Readers};
+use crate::space::Space;
+use crate::wal::WalKeeper;
+use crate::writer::{CommitError, Message, Mirror, Purpose, Stop, Task, WriteError, Writer};
+
+/// "VEDT": tells our files from other SQLite files.
+const APPLICATION: i64 = 0x5645_4454;
+/// The layout of the file itself; tables have versions of their own.
+const FILE_VERSION: i64 = 1;
+
+/// How to open a database.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// The file; created, readable by its owner only, if missing.
+    pub file: PathBuf,
+    /// Writes that may wait in line; beyond that callers wait to get into it.
+    pub queue: usize,
+    /// Writes that share a commit at most.
+    pub batch: usize,
+    /// Connections for reads.
+    pub readers: usize,
+    /// Bytes kept in reserve beside the file for the day the disk is full; 0 for none.
+    pub ballast: u64,
+    /// Switches of the torture suite.
+    #[cfg(feature = "torture")]
+    pub torture: Torture,
+}
+
+/// Planted faults: the torture suite must notice each of them.
+#[cfg(feature = "torture")]
+#[derive(Debug, Clone, Default)]
+pub struct Torture {
+    /// Open files through this SQLite VFS.
+    pub vfs: Option<String>,
+    /// Tell callers "done" before the commit.
+    pub answer_early: bool,
+    /// `synchronous=NORMAL`: commits without an fsync.
+    pub skip_fsync: bool,
+}
+
+impl Options {
+    /// The defaults for a file.
+    pub fn new(file: impl Into<PathBuf>) -> Self {
+        Self {
+            file: file.into(),
+            queue: 4096,
+            batch: 512,
+            readers: 4,
+            ballast: 64 << 20,
+            #[cfg(feature = "torture")]
+            torture: Torture::default(),
+        }
+    }
+
+    fn connect(&self, flags: OpenFlags) -> rusqlite::Result<Connection> {
+        let flags = flags | OpenFlags::SQLITE_OPEN_NO_MUTEX;
+        #[cfg(feature = "torture")]
+        let connection = match &self.torture.vfs {
+            Some(vfs) => Connection::open_with_flags_and_vfs(&self.file, flags, vfs.as_str())?,
+            None => Connection::open_with_flags(&self.file, flags)?,
+        };
+        #[cfg(not(feature = "torture"))]
+        let connection = Connection::open_with_flags(&self.file, flags)?;
+        // A refused or newer file must be left as it was, so closing never checkpoints by itself.
+        connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true)?;
+        connection.busy_timeout(std::time::Duration::from_secs(5))?;
+        Ok(connection)
+    }
+
+    fn synchronous(&self) -> &'static str {
+        #[cfg(feature = "torture")]
+        if self.torture.skip_fsync {
+            return "NORMAL";
+        }
+        "FULL"
+    }
+
+    fn answer_early(&self) -> bool {
+        #[cfg(feature = "torture")]
+        return self.torture.answer_early;
+        #[cfg(not(feature = "torture"))]
+        false
+    }
+}
+
+/// The tables of one component and how they came to be: step N brings version N - 1 to N.
+#[derive(Debug, Clone, Copy)]
+pub struct Schema {
+    /// Whose tables these are.
+    pub component: &'static str,
+    /// SQL of each step; never changed once released, only added to.
+    pub steps: &'static [&'static str],
+}
+
+/// Why a database cannot be opened.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// Use the program that wrote it, or a newer one.
+    #[error(
+        "{} was written by a newer Vedetta ({what} version {found}, this one knows {known}); nothing was changed",
+        file.display()
+    )]
+    Newer {
+        /// The database.
+        file: PathBuf,
+        /// The part that is newer.
+        what: String,
+        /// Its version in the file.
+        found: i64,
+        /// The newest version this program knows.
+        known: i64,
+    },
+    /// It is somebody else's file: choose another.
+    #[error("{} is not a Vedetta database; nothing was changed", file.display())]
+    Foreign {
+        /// The file.
+        file: PathBuf,
+    },
+    /// Check the path and its permissions.
+    #[error("cannot open {}", file.display())]
+    Unreadable {
+        /// The database.
+        file: PathBuf,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+    /// The file cannot be read as a database: restore a backup.
+    #[error("cannot use {} as a database", file.display())]
+    Sql {
+        /// The database.
+        file: PathBuf,
+        /// What SQLite said.
+        #[source]
+        source: rusqlite::Error,
+    },
+}
+
+/// A handle to an open database; clones share it.
+#[derive(Clone)]
+pub struct Db {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    queue: mpsc::Sender<Message>,
+    readers: Readers,
+    size: Arc<AtomicU64>,
+    file: PathBuf,
+    restored: bool,
+    writer: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Db {
+    /// Opens the file, brings the tables to the newest version and starts the writer.
+    pub fn open(options: &Options, schemas: &[Schema]) -> Result<Self, OpenError> {
+        let unreadable = |source| OpenError::Unreadable { file: options.file.clone(), source };
+        let sql = |source| OpenError::Sql { file: options.file.clone(), source };
+
+        create_private(&options.file).map_err(unreadable)?;
+        let mut connection = options.connect(OpenFlags::SQLITE_OPEN_READ_WRITE).map_err(sql)?;
+        check_versions(options, &connection, schemas)?;
+        prepare(&connection, options.synchronous()).map_err(sql)?;
+        migrate(&connection, schemas).map_err(sql)?;
+        let restored = has_table(&connection, "vedetta_backup").map_err(sql)?;
+
+        let mut readers = Vec::with_capacity(options.readers);
+        for _ in 0..options.readers.max(1) {
+            readers.push(options.connect(OpenFlags::SQLITE_OPEN_READ_ONLY).map_err(sql)?);
+        }
+        let checkpoints = options.connect(OpenFlags::SQLITE_OPEN_READ_WRITE).map_err(sql)?;
+        prepare(&checkpoints, options.synchronous()).map_err(sql)?;
+
+        let (queue, inbox) = mpsc::channel(options.queue);
+        let size = Arc::new(AtomicU64::new(0));
+        let writer = Writer {
+            inbox,
+            batch_limit: options.batch,
+            space: Space::new(parent(&options.file).join("ballast"), options.ballast),
+            wal: WalKeeper::start(checkpoints).map_err(unreadable)?,
+            size: Arc::clone(&size),
+            mirrors: Vec::new(),
+            halted: false,
+            answer_early: options.answer_early(),
+        };
+        let thread = std::thread::Builder::new()
+            .name("vedetta-writer".into())
+            .spawn(move || {
+                if let Err(error) = writer.run(&mut connection) {
+                    tracing::error!(%error, "the database writer could not start");
+                }
+            })
+            .map_err(unreadable)?;
+
+        Ok(Self {
+            inner: Arc::new(Inner {
+                queue,
+                readers: Readers::new(readers),
+                size,
+                file: options.file.clone(),
+                restored,
+                writer: Mutex::new(Some(thread)),
+            }),
+        })
+    }
+
+    /// Runs `work` in a savepoint of its own and returns once it is on the disk.
+    ///
+    /// Cancel safety: a future dropped after its first poll may still be stored.
+    pub async fn write<T, E, F>(&self, purpose: Purpose, work: F) -> Result<T, WriteError<E>>
+    where
+        F: FnOnce(&Connection) -> Result<T, Stop<E>> + Send + 'static,
+        T: Send + 'static,
+        E: Send + 'static,
+    {
+        let (task, answer) = Task::new(purpose, work);
+        let sent = self.inner.queue.send(Message::Write(Box::new(task))).await;
+        sent.map_err(|_| CommitError::Closed)?;
+        answer.await.map_err(|_| CommitError::Closed)?
+    }
+
+    /// [`Db::write`] for a thread that may block.
+    pub fn write_blocking<T, E, F>(&self, purpose: Purpose, work: F) -> Result<T, WriteError<E>>
+    where
+        F: FnOnce(&Connection) -> Result<T, Stop<E>> + Send + 'static,
+        T: Send + 'static,
+        E: Send + 'static,
+    {
+        let (task, answer) = Task::new(purpose, work);
+        let sent = self.inner.queue.blocking_send(Message::Write(Box::new(task)));
+        sent.map_err(|_| CommitError::Closed)?;
+        answer.blocking_recv().map_err(|_| CommitError::Closed)?
+    }
+
+    /// Reads the last committed state. Never waits for the writer.
+    pub async fn read<T, F>(&self, work: F) -> Result<T, ReadError>
+    where
+        F: FnOnce(&Connection) -> rusqlite::Result<T> + Send + 'static,
+        T: Send + 'static,
+    {
+        let inner = Arc::clone(&self.inner);
+        match tokio::task::spawn_blocking(move || inner.readers.read(work)).await {
+            Ok(answer) => answer,
+            Err(stopped) => std::panic::resume_unwind(stopped.into_panic()),
+        }
+    }
+
+    /// [`Db::read`] for a thread that may block.
+    pub fn read_blocking<T>(
+        &self,
+        work: impl FnOnce(&Connection) -> rusqlite::Result<T>,
+    ) -> Result<T, ReadError> {
+        self.inner.readers.read(work)
+    }
+
+    /// Lets `mirror` follow all writes queued from now on.
+    pub fn attach(&self, mirror: Box<dyn Mirror>) -> Result<(), CommitError> {
+        self.inner.queue.blocking_send(Message::Attach(mirror)).map_err(|_| CommitError::Closed)
+    }
+
+    /// Bytes in use in the file, free pages not counted; as of the last commit.
+    pub fn size(&self) -> u64 {
+        self.inner.size.load(Ordering::Relaxed)
+    }
+
+    /// Where it is.
+    pub fn file(&self) -> &Path {
+        &self.inner.file
+    }
+
+    /// Whether this file is a backup that nobody has started on yet. See [`crate::backup()`].
+    pub fn restored(&self) -> bool {
+        self.inner.restored
+    }
+
+    /// Writes what is queued, then stops the writer. Later writes answer [`CommitError::Closed`].
+    ///
+    /// Blocks until the writer has ended; a second call does nothing.
+    pub fn close(&self) {
+        if let Some(writer) = self.inner.writer.lock().take() {
+            let _ = self.inner.queue.try_send(Message::Close).or_else(|_| {
+                self.inner.queue.blocking_send(Message::Close).map_err(|_| CommitError::Closed)
+            });
+            let _ = writer.join();
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // The queue's last sender goes with us, which ends the writer; nobody waits for it here.
+        self.writer.lock().take();
+    }
+}
+
+/// What SQLite's own check finds wrong with the file; empty when it is sound.
+pub fn damage(file: &Path) -> rusqlite::Result<Vec<String>> {
+    let connection = Connection::open_with_flags(file, OpenFlags::SQLITE_OPEN_READ_ONLY)?;
+    let mut check = connection.prepare("PRAGMA integrity_check")?;
+    let rows = check.query_map([], |row| row.get::<_, String>(0))?;
+    rows.filter(|row| !matches!(row, Ok(line) if line == "ok")).collect()
+}
+
+/// SQLite gives its other files the mode of the main one, so that one is made by us.
+fn create_private(file: &Path) -> io::Result<()> {
+    match OpenOptions::new().write(true).create_new(true).mode(0o600).open(file) {
+        Ok(_) => sync_folder(parent(file)),
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => fs::metadata(file).map(drop),
+        Err(e) => Err(e),
+    }
+}
+
+/// Refuses what this program must not touch, before anything is touched.
+fn check_versions(
+    options: &Options,
+    connection: &Connection,
+    schemas: &[Schema],
+) -> Result<(), OpenError> {
+    let sql = |source| OpenError::Sql { file: options.file.clone(), source };
+    let pragma = |name: &str| {
+        connection.pragma_query_value(None, name, |row| row.get::<_, i64>(0)).map_err(sql)
+    };
+    let tables: i64 = connection
+        .query_row("SELECT count(*) FROM sqlite_schema", [], |row| row.get(0))
+        .map_err(sql)?;
+    if tables == 0 {
+        return Ok(());
+    }
+    if pragma("application_id")? != APPLICATION {
+        return Err(OpenError::Foreign { file: options.file.clone() });
+    }
+    let newer = |what: &str, found, known| {
+        Err(OpenError::Newer { file: options.file.clone(), what: what.into(), found, known })
+    };
+    let found = pragma("user_version")?;
+    if found > FILE_VERSION {
+        return newer("file", found, FILE_VERSION);
+    }
+    for schema in schemas {
+        let found = version(connection, schema).map_err(sql)?;
+        let known = i64::try_from(schema.steps.len()).unwrap_or(i64::MAX);
+        if found > known {
+            return newer(schema.component, found, known);
+        }
+    }
+    Ok(())
+}
+
+fn prepare(connection: &Connection, synchronous: &str) -> rusqlite::Result<()> {
+    connection.pragma_update(None, "journal_mode", "WAL")?;
+    connection.pragma_update(None, "synchronous", synchronous)?;
+    connection.pragma_update(None, "wal_autocheckpoint", 0)?;
+    connection.pragma_update(None, "cache_size", -16_384)?;
+    connection.pragma_update(None, "temp_store", "MEMORY")
+}
+
+fn migrate(connection: &Connection, schemas: &[Schema]) -> rusqlite::Result<()> {
+    let tx = connection.unchecked_transaction()?;
+    tx.pragma_update(None, "application_id", APPLICATION)?;
+    tx.pragma_update(None, "user_version", FILE_VERSION)?;
+    tx.execute_batch(
+        "CREATE TABLE IF NOT EXISTS vedetta_schema (component TEXT PRIMARY KEY, version INTEGER NOT NULL) STRICT",
+    )?;
+    tx.commit()?;
+    for schema in schemas {
+        let done = usize::try_from(version(connection, schema)?).unwrap_or(0);
+        for (step, sql) in schema.steps.iter().enumerate().skip(done) {
+            let tx = connection.unchecked_transaction()?;
+            tx.execute_batch(sql)?;
+            crate::failpoint("db.migration");
+            tx.execute(
+                "INSERT INTO vedetta_schema VALUES (?1, ?2)
+                 ON CONFLICT (component) DO UPDATE SET version = excluded.version",
+                (schema.component, i64::try_from(step + 1).unwrap_or(i64::MAX)),
+            )?;
+            tx.commit()?;
+        }
+    }
+    Ok(())
+}
+
+fn version(connection: &Connection, schema: &Schema) -> rusqlite::Result<i64> {
+    if !has_table(connection, "vedetta_schema")? {
+        return Ok(0);
+    }
+    let sql = "SELECT version FROM vedetta_schema WHERE component = ?1";
+    let version = connection.query_row(sql, [schema.component], |row| row.get(0)).optional()?;
+    Ok(version.unwrap_or(0))
+}
+
+fn has_table(connection: &Connection, name: &str) -> rusqlite::Result<bool> {
+    let sql = "SELECT count(*) FROM sqlite_schema WHERE type = 'table' AND name = ?1";
+    connection.query_row(sql, [name], |row| row.get::<_, i64>(0)).map(|n| n > 0)
+}

@@ -1,0 +1,60 @@
+//! Connections that only read. A read sees the last commit as of its start and never waits for the
+//! writer; when all connections are busy it waits for one of them.
+
+use parking_lot::{Condvar, Mutex};
+use rusqlite::Connection;
+
+/// A read that went wrong: the file is damaged, gone or unreadable.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot read the database")]
+pub struct ReadError(#[from] rusqlite::Error);
+
+#[derive(Debug)]
+pub(crate) struct Readers {
+    idle: Mutex<Vec<Connection>>,
+    freed: Condvar,
+}
+
+impl Readers {
+    pub(crate) fn new(connections: Vec<Connection>) -> Self {
+        Self { idle: Mutex::new(connections), freed: Condvar::new() }
+    }
+
+    pub(crate) fn read<T>(
+        &self,
+        work: impl FnOnce(&Connection) -> rusqlite::Result<T>,
+    ) -> Result<T, ReadError> {
+        let connection = {
+            let mut idle = self.idle.lock();
+            loop {
+                match idle.pop() {
+                    Some(connection) => break connection,
+                    None => self.freed.wait(&mut idle),
+                }
+            }
+        };
+        let lent = Lent { readers: self, connection: Some(connection) };
+        // The transaction makes several statements see one state. Dropped, it rolls back.
+        let answer = lent.connection().unchecked_transaction().and_then(|tx| work(&tx));
+        Ok(answer?)
+    }
+}
+
+/// Gives the connection back even when the closure panics.
+struct Lent<'a> {
+    readers: &'a Readers,
+    connection: Option<Connection>,
+}
+
+impl Lent<'_> {
+    fn connection(&self) -> &Connection {
+        self.connection.as_ref().expect("only dropping takes it")
+    }
+}
+
+impl Drop for Lent<'_> {
+    fn drop(&mut self) {
+        self.readers.idle.lock().extend(self.connection.take());
+        self.readers.freed.notify_one();
+    }
+}

@@ -1,0 +1,129 @@
+//! What to do when the disk is full.
+//!
+//! ```text
+//!            a write meets a full disk
+//!   Ample ────────────────────────────► Full: only writes that free space run, on the ballast's room
+//!     ▲                                   │
+//!     └──────── ballast whole again, ─────┘
+//!               and room beside it
+//! ```
+//!
+//! SQLite needs room even to delete, so a ballast file keeps some in reserve: it is given up when the
+//! first space-freeing write comes, and laid down again before other writes are taken.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FallocateFlags, fallocate, statvfs};
+
+/// Free room, beside the ballast, below which we do not believe that space has returned.
+const MARGIN: u64 = 4 << 20;
+/// A full disk is looked at again at most this often.
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
+
+#[derive(Debug)]
+pub(crate) struct Space {
+    ballast: PathBuf,
+    size: u64,
+    standing: Standing,
+}
+
+#[derive(Debug)]
+enum Standing {
+    Ample,
+    Full { looked: Instant },
+}
+
+impl Space {
+    pub(crate) fn new(ballast: PathBuf, size: u64) -> Self {
+        let mut space = Self { ballast, size, standing: Standing::Ample };
+        if let Err(e) = space.lay_ballast() {
+            tracing::warn!(error = %e, "no room for the ballast file; the disk is almost full");
+            space.standing = Standing::Full { looked: Instant::now() };
+        }
+        space
+    }
+
+    /// A write met a full disk.
+    pub(crate) fn ran_out(&mut self) {
+        if matches!(self.standing, Standing::Ample) {
+            tracing::error!("the disk is full: refusing writes until there is room");
+        }
+        self.standing = Standing::Full { looked: Instant::now() };
+    }
+
+    /// Whether writes that take room may run. Looks at the disk again now and then while it is full.
+    pub(crate) fn may_store(&mut self) -> bool {
+        let Standing::Full { looked } = self.standing else { return true };
+        if looked.elapsed() < LOOK_AGAIN {
+            return false;
+        }
+        self.standing = Standing::Full { looked: Instant::now() };
+        let has_room = self.lay_ballast().is_ok() && self.free().is_some_and(|free| free >= MARGIN);
+        if has_room {
+            tracing::info!("the disk has room again: taking writes");
+            self.standing = Standing::Ample;
+        }
+        has_room
+    }
+
+    /// Gives up the reserve for writes that free space.
+    pub(crate) fn make_room(&mut self) {
+        if matches!(self.standing, Standing::Full { .. }) && fs::remove_file(&self.ballast).is_ok()
+        {
+            tracing::warn!("gave up the ballast file so that deletes and compaction can run");
+        }
+    }
+
+    fn lay_ballast(&self) -> io::Result<()> {
+        if self.size == 0 || fs::metadata(&self.ballast).is_ok_and(|m| m.len() >= self.size) {
+            return Ok(());
+        }
+        let file: File = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o600)
+            .open(&self.ballast)?;
+        // Real blocks, not a hole: a sparse file would reserve nothing.
+        let laid = fallocate(&file, FallocateFlags::empty(), 0, self.size).map_err(io::Error::from);
+        if laid.is_err() {
+            let _ = fs::remove_file(&self.ballast);
+        }
+        laid
+    }
+
+    fn free(&self) -> Option<u64> {
+        let folder = crate::folder::parent(&self.ballast);
+        let stat = statvfs(folder).ok()?;
+        Some(stat.f_bavail.saturating_mul(stat.f_frsize))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_ballast_is_given_up_for_space_freeing_writes_and_laid_again_before_others() {
+        let folder = tempfile::tempdir().unwrap();
+        let ballast = folder.path().join("ballast");
+        let mut space = Space::new(ballast.clone(), 1 << 20);
+        assert!(space.may_store() && ballast.exists());
+
+        space.make_room();
+        assert!(ballast.exists(), "nothing is given up while there is room");
+
+        space.ran_out();
+        assert!(!space.may_store(), "just found full: not looked at again at once");
+        space.make_room();
+        assert!(!ballast.exists());
+
+        space.standing = Standing::Full { looked: Instant::now().checked_sub(LOOK_AGAIN).unwrap() };
+        assert!(space.may_store(), "this disk has room");
+        assert_eq!(fs::metadata(&ballast).unwrap().len(), 1 << 20);
+    }
+}

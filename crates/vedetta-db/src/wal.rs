@@ -1,0 +1,87 @@
+//! Keeps the write-ahead log short without standing in the way of commits.
+//!
+//! A thread of its own moves pages from the log to the file whenever the log has grown by a step. Under
+//! a steady load it never catches up entirely, so the log would not start over: past a limit the writer
+//! moves the little that is left, between two batches.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::JoinHandle;
+
+use rusqlite::Connection;
+
+/// Pages the log grows by between two checkpoints (4 MiB).
+const STEP: i32 = 1_000;
+/// Pages above which the writer itself finishes the checkpoint, so that the log starts over (64 MiB).
+const LIMIT: i32 = 16_000;
+
+pub(crate) struct WalKeeper {
+    nudge: SyncSender<()>,
+    thread: JoinHandle<()>,
+    /// Pages in the log after the last commit.
+    logged: Arc<AtomicI32>,
+    /// The log's length when a checkpoint was last asked for.
+    asked: i32,
+    /// The log's length when the writer last tried to finish one.
+    tried: i32,
+}
+
+impl WalKeeper {
+    /// Starts the thread; `connection` is its own.
+    pub(crate) fn start(connection: Connection) -> std::io::Result<Self> {
+        let (nudge, nudged) = sync_channel(1);
+        let thread = std::thread::Builder::new()
+            .name("vedetta-checkpoint".into())
+            .spawn(move || keep_short(&connection, &nudged))?;
+        Ok(Self { nudge, thread, logged: Arc::default(), asked: 0, tried: 0 })
+    }
+
+    /// Makes the writer's connection report the log's length.
+    pub(crate) fn observe(&self, connection: &mut Connection) -> rusqlite::Result<()> {
+        let logged = Arc::clone(&self.logged);
+        connection.wal_hook(Some(move |_: &mut _, pages| {
+            logged.store(pages, Ordering::Relaxed);
+            Ok(())
+        }))
+    }
+
+    /// The writer committed.
+    pub(crate) fn committed(&mut self, connection: &Connection) {
+        let pages = self.logged.load(Ordering::Relaxed);
+        if pages < self.asked {
+            (self.asked, self.tried) = (0, 0); // the log started over
+        }
+        if pages >= self.asked + STEP {
+            // Full means that one is already asked for.
+            let _ = self.nudge.try_send(());
+            self.asked = pages;
+        }
+        if pages >= LIMIT.max(self.tried + STEP) {
+            checkpoint(connection);
+            self.tried = pages;
+        }
+    }
+
+    /// The last checkpoint, when nothing writes any more.
+    pub(crate) fn finish(self, connection: &Connection) {
+        drop(self.nudge);
+        let _ = self.thread.join();
+        checkpoint(connection);
+    }
+}
+
+fn keep_short(connection: &Connection, nudged: &Receiver<()>) {
+    while nudged.recv().is_ok() {
+        checkpoint(connection);
+    }
+}
+
+/// Moves what it can without waiting for anybody. A failure is not lost data: the log still has it,
+/// and the next try writes the same pages again.
+fn checkpoint(connection: &Connection) {
+    let moved = connection.query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(()));
+    if let Err(error) = moved {
+        tracing::warn!(%error, "a checkpoint failed; the log keeps growing until one succeeds");
+    }
+}
