@@ -1,0 +1,332 @@
+//! A disk that fails when a test says so.
+//!
+//! ```text
+//!           SQLite ──► shim ──► real files          what a running program sees
+//!                       │
+//!                       ▼
+//!    write, truncate ─► pending ──sync──► durable   what a power cut leaves
+//!                          └───── images ────┘
+//! ```
+//!
+//! A [`Disk`] is a SQLite VFS under a name of its own. It passes every call on to the default VFS and
+//! notes what has been synced, so that at any moment it can build the directories a power cut may
+//! leave behind ([`Disk::images`]). It also refuses operations on request: from a moment on, once, or
+//! for lack of space.
+//!
+//! An *operation* is a call which changes a file: a write, a sync, a truncate, a delete, or an open
+//! that creates. They count from 1. Reads, locks and nameless temporary files are none.
+//!
+//! What the disk promises its users is what a real one does, and no more:
+//!
+//! - A synced file keeps what was written, and its name.
+//! - Unsynced writes are kept whole, in part, or not at all, by 512-byte sectors and in any order.
+//! - A file never synced may be missing; a deleted one may be back. Syncing the directory settles
+//!   this for all its files. SQLite does so at the first sync of a journal or WAL it may have
+//!   created, and when it deletes with the sync flag.
+//! - What a failed sync left unwritten is not written by a later one: the system has dropped it.
+//!
+//! One disk serves one directory, which only SQLite touches, and only through this disk. The real
+//! files are never synced: nothing reads them after a power cut.
+//! `-shm` files are not recorded, for memory does not outlive a power cut.
+
+mod record;
+#[expect(unsafe_code, reason = "SQLite calls a VFS through C pointers")]
+mod shim;
+
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
+use rusqlite::ffi;
+
+pub use self::record::{Image, Images};
+use self::record::{Node, Operation, Record};
+
+/// What goes wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    /// The operation fails with the I/O error of its kind, `SQLITE_IOERR_WRITE` for a write.
+    Error,
+    /// A write fails with `SQLITE_FULL`; other operations are spared.
+    Full,
+}
+
+/// How often it goes wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Times {
+    /// The first time it can.
+    Once,
+    /// Until [`Disk::heal`].
+    ForGood,
+}
+
+/// A handle of a registered disk; clones are the same disk.
+///
+/// Dropping the last one pulls the plug: the name is gone, the record is freed, and connections still
+/// open get I/O errors.
+#[derive(Clone)]
+pub struct Disk {
+    registration: Arc<shim::Registration>,
+}
+
+impl Disk {
+    /// Registers a new disk with SQLite under a name which starts with `name` and is unique in this
+    /// process.
+    ///
+    /// `seed` decides which unsynced sectors a failed sync still wrote.
+    ///
+    /// # Panics
+    ///
+    /// If `name` contains a NUL, or SQLite has no VFS to wrap.
+    pub fn register(name: &str, seed: u64) -> Self {
+        let registration = Arc::new(shim::Registration::new(name, Device::new(seed)));
+        Self { registration }
+    }
+
+    /// The name to open connections with.
+    pub fn name(&self) -> &str {
+        self.registration.name()
+    }
+
+    /// How many operations were asked for so far.
+    pub fn operations(&self) -> u64 {
+        self.device().state.lock().operations
+    }
+
+    /// Cuts the power during operation `operation`, or during the next one if that is past.
+    ///
+    /// That operation fails, yet images may contain its effect. From then on nothing changes and every
+    /// call fails.
+    pub fn crash_at(&self, operation: u64) {
+        self.device().state.lock().crash_at = Some(operation);
+    }
+
+    /// Cuts the power now, between two operations.
+    pub fn crash_now(&self) {
+        self.device().crash();
+    }
+
+    /// Whether the power was cut.
+    pub fn crashed(&self) -> bool {
+        self.device().crashed()
+    }
+
+    /// Lets the first operation from `operation` on which `fault` can hit go wrong. Replaces an earlier
+    /// fault.
+    pub fn fail_at(&self, operation: u64, fault: Fault, times: Times) {
+        self.device().state.lock().armed = Some(Armed { operation, fault, times });
+    }
+
+    /// Takes back [`Disk::fail_at`]; operations succeed again.
+    pub fn heal(&self) {
+        self.device().state.lock().armed = None;
+    }
+
+    /// Holds all files together to `bytes`. A write that would need more fails with `SQLITE_FULL` and
+    /// changes nothing; writing over what is there always works.
+    pub fn limit(&self, bytes: Option<u64>) {
+        self.device().state.lock().limit = bytes;
+    }
+
+    /// The size of all files together, as [`Disk::limit`] counts it.
+    pub fn used(&self) -> u64 {
+        self.device().state.lock().record.used()
+    }
+
+    /// Makes the disk claim from now on that syncs succeed, without doing them.
+    pub fn lie(&self, lying: bool) {
+        self.device().state.lock().lying = lying;
+    }
+
+    /// What a power cut may leave behind, `how_many` times; if the power is still on, as of now.
+    pub fn images(&self, seed: u64, how_many: usize) -> Images {
+        Images::new(self.device().state.lock().record.snapshot(), seed, how_many)
+    }
+
+    fn device(&self) -> &'static Device {
+        self.registration.device()
+    }
+}
+
+impl fmt::Debug for Disk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Disk")
+            .field("name", &self.name())
+            .field("operations", &self.operations())
+            .field("crashed", &self.crashed())
+            .finish_non_exhaustive()
+    }
+}
+
+/// A SQLite result code.
+type Code = std::ffi::c_int;
+
+/// The disk as the shim sees it: decides which operations happen, and notes those which do.
+struct Device {
+    /// Outside of the lock, so that reads need not wait for a write.
+    crashed: AtomicBool,
+    state: Mutex<State>,
+}
+
+struct State {
+    record: Record,
+    operations: u64,
+    crash_at: Option<u64>,
+    armed: Option<Armed>,
+    limit: Option<u64>,
+    lying: bool,
+    rng: fastrand::Rng,
+}
+
+#[derive(Clone, Copy)]
+struct Armed {
+    operation: u64,
+    fault: Fault,
+    times: Times,
+}
+
+impl Device {
+    fn new(seed: u64) -> Self {
+        let state = State {
+            record: Record::default(),
+            operations: 0,
+            crash_at: None,
+            armed: None,
+            limit: None,
+            lying: false,
+            rng: fastrand::Rng::with_seed(seed),
+        };
+        Self { crashed: AtomicBool::new(false), state: Mutex::new(state) }
+    }
+
+    fn crashed(&self) -> bool {
+        self.crashed.load(Ordering::Acquire)
+    }
+
+    /// Waits for the operation under way, so that none is noted after this returns.
+    fn crash(&self) {
+        let _state = self.state.lock();
+        self.crashed.store(true, Ordering::Release);
+    }
+
+    /// Nobody will ask for images any more.
+    fn retire(&self) {
+        self.crash();
+        self.state.lock().record = Record::default();
+    }
+
+    /// Does `operation` by calling `real`, unless the test has other plans.
+    fn perform(&self, operation: Operation<'_>, real: impl FnOnce() -> Code) -> Code {
+        self.perform_in(&mut self.state.lock(), operation, real)
+    }
+
+    /// The lock is held over `real`, so the record has the order in which things really happened.
+    fn perform_in(
+        &self,
+        state: &mut State,
+        operation: Operation<'_>,
+        real: impl FnOnce() -> Code,
+    ) -> Code {
+        if self.crashed() {
+            return error_of(operation);
+        }
+        state.operations += 1;
+        if state.crash_at.is_some_and(|at| state.operations >= at) {
+            if !matches!(operation, Operation::Sync { .. }) {
+                state.record.apply(operation);
+            }
+            self.crashed.store(true, Ordering::Release);
+            return error_of(operation);
+        }
+        if let Some(code) = state.refuse(operation) {
+            return code;
+        }
+        let code = real();
+        if code == ffi::SQLITE_OK && !(state.lying && matches!(operation, Operation::Sync { .. })) {
+            state.record.apply(operation);
+        }
+        code
+    }
+
+    /// Opens a named file by calling `real`. An open which creates the file is an operation.
+    fn open(&self, path: &Path, flags: Code, real: impl FnOnce() -> Code) -> Result<Node, Code> {
+        let mut state = self.state.lock();
+        if self.crashed() || state.record.adopt(path).is_err() {
+            return Err(ffi::SQLITE_CANTOPEN);
+        }
+        if flags & ffi::SQLITE_OPEN_MAIN_DB != 0 {
+            // SQLite may not look at these before the first image.
+            for suffix in ["-wal", "-journal"] {
+                let mut sibling = path.as_os_str().to_owned();
+                sibling.push(suffix);
+                if state.record.adopt(sibling.as_ref()).is_err() {
+                    return Err(ffi::SQLITE_CANTOPEN);
+                }
+            }
+        }
+        let may_create = flags & ffi::SQLITE_OPEN_CREATE != 0;
+        let code = if may_create && !state.record.exists(path) {
+            self.perform_in(&mut state, Operation::Create { path }, real)
+        } else {
+            real()
+        };
+        if code == ffi::SQLITE_OK { Ok(state.record.open(path)) } else { Err(code) }
+    }
+
+    fn close(&self, node: Node) {
+        self.state.lock().record.close(node);
+    }
+
+    /// Deletes a file by calling `real`. Deleting one that is not there is no operation.
+    fn delete(&self, path: &Path, sync_directory: bool, real: impl FnOnce() -> Code) -> Code {
+        let mut state = self.state.lock();
+        if self.crashed() || state.record.adopt(path).is_err() {
+            return ffi::SQLITE_IOERR_DELETE;
+        }
+        if state.record.exists(path) {
+            self.perform_in(&mut state, Operation::Delete { path, sync_directory }, real)
+        } else {
+            real()
+        }
+    }
+}
+
+impl State {
+    /// The code to fail `operation` with, if it is to fail.
+    fn refuse(&mut self, operation: Operation<'_>) -> Option<Code> {
+        if let Some(armed) = self.armed.filter(|armed| self.operations >= armed.operation) {
+            let code = match armed.fault {
+                Fault::Error => Some(error_of(operation)),
+                Fault::Full => {
+                    matches!(operation, Operation::Write { .. }).then_some(ffi::SQLITE_FULL)
+                }
+            };
+            if code.is_some() {
+                if armed.times == Times::Once {
+                    self.armed = None;
+                }
+                if let Operation::Sync { node, .. } = operation {
+                    self.record.sync_failed(node, &mut self.rng);
+                }
+                return code;
+            }
+        }
+        let growth = self.record.growth(operation);
+        let full =
+            growth > 0 && self.limit.is_some_and(|limit| self.record.used() + growth > limit);
+        full.then_some(ffi::SQLITE_FULL)
+    }
+}
+
+/// What SQLite's own VFS answers when the system call behind `operation` fails.
+fn error_of(operation: Operation<'_>) -> Code {
+    match operation {
+        Operation::Create { .. } => ffi::SQLITE_CANTOPEN,
+        Operation::Write { .. } => ffi::SQLITE_IOERR_WRITE,
+        Operation::Truncate { .. } => ffi::SQLITE_IOERR_TRUNCATE,
+        Operation::Sync { .. } => ffi::SQLITE_IOERR_FSYNC,
+        Operation::Delete { .. } => ffi::SQLITE_IOERR_DELETE,
+    }
+}
