@@ -3,6 +3,9 @@ use std::ops::Bound;
 
 use bytes::Bytes;
 
+/// Where a walk starts and ends.
+type Bounds<K> = (Bound<K>, Bound<K>);
+
 /// A set of keys that lie next to each other in byte order.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub enum KeyRange {
@@ -73,7 +76,7 @@ impl KeyRange {
     }
 
     /// The bounds for a walk over an ordered map; `None` when it is empty (such a walk would panic).
-    pub fn bounds(&self) -> Option<(Bound<&[u8]>, Bound<&[u8]>)> {
+    pub fn bounds(&self) -> Option<Bounds<&[u8]>> {
         match self {
             _ if self.is_empty() => None,
             Self::One(only) => Some((Bound::Included(only), Bound::Included(only))),

@@ -22,9 +22,7 @@ mod writer;
 pub use backup::{BackupError, backup};
 pub use failpoint::failpoint;
 pub use folder::{DataFolder, FolderError};
-#[cfg(feature = "torture")]
-pub use open::Torture;
-pub use open::{Db, OpenError, Options, Schema, damage};
+pub use open::{Db, OpenError, Options, Schema, Torture, damage};
 pub use readers::ReadError;
 pub use writer::{CommitError, Mirror, Purpose, Stop, WriteError};
 

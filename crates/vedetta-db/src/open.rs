@@ -1,5 +1,6 @@
 //! Opening the file: who may, in which version, with which connections.
 
+use std::fmt;
 use std::fs::{self, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt as _;
@@ -37,13 +38,12 @@ pub struct Options {
     pub readers: usize,
     /// Bytes kept in reserve beside the file for the day the disk is full; 0 for none.
     pub ballast: u64,
-    /// Switches of the torture suite.
-    #[cfg(feature = "torture")]
-    pub torture: Torture,
+    /// Faults to plant; see [`Torture`].
+    pub(crate) torture: Torture,
 }
 
-/// Planted faults: the torture suite must notice each of them.
-#[cfg(feature = "torture")]
+/// Faults planted by the torture suite, which must notice each of them. The product has no way to ask
+/// for one: the setter exists under the feature `torture` only.
 #[derive(Debug, Clone, Default)]
 pub struct Torture {
     /// Open files through this SQLite VFS.
@@ -63,20 +63,16 @@ impl Options {
             batch: 512,
             readers: 4,
             ballast: 64 << 20,
-            #[cfg(feature = "torture")]
             torture: Torture::default(),
         }
     }
 
     fn connect(&self, flags: OpenFlags) -> rusqlite::Result<Connection> {
         let flags = flags | OpenFlags::SQLITE_OPEN_NO_MUTEX;
-        #[cfg(feature = "torture")]
         let connection = match &self.torture.vfs {
             Some(vfs) => Connection::open_with_flags_and_vfs(&self.file, flags, vfs.as_str())?,
             None => Connection::open_with_flags(&self.file, flags)?,
         };
-        #[cfg(not(feature = "torture"))]
-        let connection = Connection::open_with_flags(&self.file, flags)?;
         // A refused or newer file must be left as it was, so closing never checkpoints by itself.
         connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true)?;
         connection.busy_timeout(std::time::Duration::from_secs(5))?;
@@ -84,18 +80,15 @@ impl Options {
     }
 
     fn synchronous(&self) -> &'static str {
-        #[cfg(feature = "torture")]
-        if self.torture.skip_fsync {
-            return "NORMAL";
-        }
-        "FULL"
+        if self.torture.skip_fsync { "NORMAL" } else { "FULL" }
     }
 
-    fn answer_early(&self) -> bool {
-        #[cfg(feature = "torture")]
-        return self.torture.answer_early;
-        #[cfg(not(feature = "torture"))]
-        false
+    /// Plants faults.
+    #[cfg(feature = "torture")]
+    #[must_use]
+    pub fn with_torture(mut self, torture: Torture) -> Self {
+        self.torture = torture;
+        self
     }
 }
 
@@ -198,7 +191,7 @@ impl Db {
             size: Arc::clone(&size),
             mirrors: Vec::new(),
             halted: false,
-            answer_early: options.answer_early(),
+            answer_early: options.torture.answer_early,
         };
         let thread = std::thread::Builder::new()
             .name("vedetta-writer".into())
@@ -236,7 +229,7 @@ impl Db {
         answer.await.map_err(|_| CommitError::Closed)?
     }
 
-    /// [`Db::write`] for a thread that may block.
+    /// [`Db::write`] for a thread of one's own; it panics on a thread that drives a runtime.
     pub fn write_blocking<T, E, F>(&self, purpose: Purpose, work: F) -> Result<T, WriteError<E>>
     where
         F: FnOnce(&Connection) -> Result<T, Stop<E>> + Send + 'static,
@@ -270,7 +263,7 @@ impl Db {
         self.inner.readers.read(work)
     }
 
-    /// Lets `mirror` follow all writes queued from now on.
+    /// Lets `mirror` follow all writes queued from now on. For a thread of one's own, too.
     pub fn attach(&self, mirror: Box<dyn Mirror>) -> Result<(), CommitError> {
         self.inner.queue.blocking_send(Message::Attach(mirror)).map_err(|_| CommitError::Closed)
     }
@@ -292,14 +285,18 @@ impl Db {
 
     /// Writes what is queued, then stops the writer. Later writes answer [`CommitError::Closed`].
     ///
-    /// Blocks until the writer has ended; a second call does nothing.
-    pub fn close(&self) {
+    /// Blocks until the writer has ended, so it wants a thread of one's own; a second call does nothing.
+    pub fn close_blocking(&self) {
         if let Some(writer) = self.inner.writer.lock().take() {
-            let _ = self.inner.queue.try_send(Message::Close).or_else(|_| {
-                self.inner.queue.blocking_send(Message::Close).map_err(|_| CommitError::Closed)
-            });
+            let _ = self.inner.queue.blocking_send(Message::Close);
             let _ = writer.join();
         }
+    }
+}
+
+impl fmt::Debug for Db {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Db").field("file", &self.inner.file).finish_non_exhaustive()
     }
 }
 
@@ -364,7 +361,10 @@ fn check_versions(
 }
 
 fn prepare(connection: &Connection, synchronous: &str) -> rusqlite::Result<()> {
-    connection.pragma_update(None, "journal_mode", "WAL")?;
+    // Stepped to its end: the switch is committed after the first row, and `pragma_update` would drop
+    // an error there and leave a connection that only says it is in WAL mode.
+    let mut switch = connection.prepare("PRAGMA journal_mode = WAL")?;
+    switch.query_map([], |_| Ok(()))?.collect::<rusqlite::Result<()>>()?;
     connection.pragma_update(None, "synchronous", synchronous)?;
     connection.pragma_update(None, "wal_autocheckpoint", 0)?;
     connection.pragma_update(None, "cache_size", -16_384)?;

@@ -1,1 +1,108 @@
-//! Stub.
+//! The embedded store: keys with a history, transactions, leases and watches.
+//!
+//! ```text
+//!            writer thread                                   any thread
+//!   put ─► evaluate on Pending+Index ─► append a row ─► COMMIT ─► publish ─► Index   ◄── range
+//!                                                                   │
+//!                                                                   └──► Ring ◄── Watcher (own pace)
+//!                                                    fan-out thread ──── marks ──────┘
+//! ```
+//!
+//! One revision sequence: every transaction that changes something is one revision and one row in the
+//! file, in order. The index of keys and the current values are in memory; older values are in the rows.
+//! Nothing is shown before it is durable, neither to readers nor to watchers.
+
+mod codec;
+mod compact;
+mod engine;
+mod index;
+mod lease;
+mod load;
+mod pending;
+mod range;
+mod request;
+mod store;
+mod watch;
+
+pub use compact::Keep;
+pub use lease::{LeaseId, LeaseInfo};
+pub use request::{
+    Compare, CompareOp, CompareTarget, Delete, Deleted, KvError, Op, OpReply, Order, Put, PutDone,
+    PutLease, PutValue, Range, Ranged, SortBy, Txn, TxnDone,
+};
+pub use store::{Limits, OpenError, Options, SCHEMA, Status, Store};
+pub use watch::{Batch, WatchError, WatchOptions, Watcher};
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use vedetta_core::Revision;
+
+/// A key as it is, or was, at some revision.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeyValue {
+    /// The key.
+    pub key: Bytes,
+    /// Its value.
+    pub value: Bytes,
+    /// The revision that made the key.
+    pub created: Revision,
+    /// The revision that gave it this value.
+    pub modified: Revision,
+    /// How often it was put since it was made: 1 is the first.
+    pub version: u64,
+    /// The lease that will take it along.
+    pub lease: Option<LeaseId>,
+}
+
+/// One change of one key.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Event {
+    /// The revision it happened in; other events of the same transaction share it.
+    pub revision: Revision,
+    /// What happened.
+    pub change: Change,
+    /// The key before, if it existed and that value is still kept.
+    pub previous: Option<Arc<KeyValue>>,
+}
+
+/// What happened to a key.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Change {
+    /// It has this value now.
+    Put(Arc<KeyValue>),
+    /// It is gone.
+    Delete {
+        /// The key.
+        key: Bytes,
+        /// Why.
+        cause: Cause,
+    },
+}
+
+/// Why a key went away.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cause {
+    /// Somebody deleted it or revoked its lease.
+    Asked,
+    /// Its lease expired.
+    Expired,
+}
+
+impl Event {
+    /// The key it is about.
+    pub fn key(&self) -> &Bytes {
+        match &self.change {
+            Change::Put(now) => &now.key,
+            Change::Delete { key, .. } => key,
+        }
+    }
+
+    /// The key as it is after the event; `None` when it is gone.
+    pub fn now(&self) -> Option<&Arc<KeyValue>> {
+        match &self.change {
+            Change::Put(now) => Some(now),
+            Change::Delete { .. } => None,
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! The row of a revision: all its events, with a checksum.
+//!
+//! ```text
+//! ┌────────┬───────────┬──────────────┬─────────┬─────────┬───
+//! │ format │ CRC-32 LE │ event count  │ event   │ event   │ …     (count and events: postcard)
+//! └────────┴───────────┴──────────────┴─────────┴─────────┴───
+//!  1 byte    4 bytes     over revision, count and events
+//! ```
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+use vedetta_core::Revision;
+
+use crate::{Cause, Change, Event, KeyValue, LeaseId};
+
+const FORMAT: u8 = 1;
+const HEADER: usize = 5;
+
+/// A row that is not what was written: the disk changed it, or something else wrote to the file.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("the row of revision {0} is damaged")]
+pub(crate) struct Damaged(pub(crate) Revision);
+
+#[derive(Serialize, Deserialize)]
+enum Stored<'a> {
+    Put {
+        #[serde(borrow, with = "serde_bytes")]
+        key: &'a [u8],
+        #[serde(borrow, with = "serde_bytes")]
+        value: &'a [u8],
+        created: u64,
+        version: u64,
+        lease: i64,
+    },
+    Delete {
+        #[serde(borrow, with = "serde_bytes")]
+        key: &'a [u8],
+        expired: bool,
+    },
+}
+
+/// Writes the row of `revision` into `row`, replacing what was there.
+pub(crate) fn encode(revision: Revision, events: &[Event], row: &mut Vec<u8>) {
+    row.clear();
+    row.extend_from_slice(&[FORMAT, 0, 0, 0, 0]);
+    let mut out = std::mem::take(row);
+    let mut append = |value: &dyn Fn(Vec<u8>) -> postcard::Result<Vec<u8>>| {
+        out = value(std::mem::take(&mut out)).expect("appending to a Vec does not fail");
+    };
+    append(&|row| postcard::to_extend(&events.len(), row));
+    for event in events {
+        let stored = match &event.change {
+            Change::Put(now) => Stored::Put {
+                key: &now.key,
+                value: &now.value,
+                created: now.created.0,
+                version: now.version,
+                lease: now.lease.map_or(0, LeaseId::get),
+            },
+            Change::Delete { key, cause } => {
+                Stored::Delete { key, expired: *cause == Cause::Expired }
+            }
+        };
+        append(&|row| postcard::to_extend(&stored, row));
+    }
+    *row = out;
+    let crc = checksum(revision, &row[HEADER..]);
+    row[1..HEADER].copy_from_slice(&crc.to_le_bytes());
+}
+
+/// Reads a row back, handing each event to `each`. `previous` is left empty: it is in another row.
+pub(crate) fn decode(
+    revision: Revision,
+    row: &[u8],
+    mut each: impl FnMut(Event),
+) -> Result<(), Damaged> {
+    let damaged = || Damaged(revision);
+    let (&[format, a, b, c, d], payload) = row.split_first_chunk().ok_or_else(damaged)?;
+    if format != FORMAT || u32::from_le_bytes([a, b, c, d]) != checksum(revision, payload) {
+        return Err(damaged());
+    }
+    let (count, mut rest) = postcard::take_from_bytes::<usize>(payload).map_err(|_| damaged())?;
+    for _ in 0..count {
+        let (stored, after) =
+            postcard::take_from_bytes::<Stored<'_>>(rest).map_err(|_| damaged())?;
+        rest = after;
+        let change = match stored {
+            Stored::Put { key, value, created, version, lease } => {
+                Change::Put(Arc::new(KeyValue {
+                    created: Revision(created),
+                    modified: revision,
+                    version,
+                    lease: LeaseId::new(lease),
+                    ..packed(key, value)
+                }))
+            }
+            Stored::Delete { key, expired } => Change::Delete {
+                key: Bytes::copy_from_slice(key),
+                cause: if expired { Cause::Expired } else { Cause::Asked },
+            },
+        };
+        each(Event { revision, change, previous: None });
+    }
+    Ok(())
+}
+
+/// The row's own checksum, for sums over many rows. `None` when it is too short to have one.
+pub(crate) fn stamp(row: &[u8]) -> Option<u32> {
+    let (&[_, a, b, c, d], _) = row.split_first_chunk()?;
+    Some(u32::from_le_bytes([a, b, c, d]))
+}
+
+fn checksum(revision: Revision, payload: &[u8]) -> u32 {
+    let mut crc = crc32fast::Hasher::new();
+    crc.update(&revision.0.to_le_bytes());
+    crc.update(payload);
+    crc.finalize()
+}
+
+/// A key and a value that share one allocation of their exact size, so that a stored value never keeps
+/// the larger buffer alive that it arrived in. The other fields are to be filled in.
+pub(crate) fn packed(key: &[u8], value: &[u8]) -> KeyValue {
+    let mut both = Vec::with_capacity(key.len() + value.len());
+    both.extend_from_slice(key);
+    both.extend_from_slice(value);
+    let mut key_part = Bytes::from(both);
+    let value = key_part.split_off(key.len());
+    KeyValue {
+        key: key_part,
+        value,
+        created: Revision(0),
+        modified: Revision(0),
+        version: 0,
+        lease: None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> Vec<Event> {
+        let put = KeyValue {
+            created: Revision(3),
+            modified: Revision(7),
+            version: 2,
+            lease: LeaseId::new(-9),
+            ..packed(b"k", &[0, 255, 1])
+        };
+        let delete = Change::Delete { key: "gone".into(), cause: Cause::Expired };
+        vec![
+            Event { revision: Revision(7), change: Change::Put(Arc::new(put)), previous: None },
+            Event { revision: Revision(7), change: delete, previous: None },
+        ]
+    }
+
+    fn read(revision: u64, row: &[u8]) -> Result<Vec<Event>, Damaged> {
+        let mut events = Vec::new();
+        decode(Revision(revision), row, |event| events.push(event)).map(|()| events)
+    }
+
+    #[test]
+    fn a_row_comes_back_as_it_was_written() {
+        let mut row = vec![9; 100];
+        encode(Revision(7), &sample(), &mut row);
+        assert_eq!(read(7, &row).unwrap(), sample());
+    }
+
+    #[test]
+    fn any_flipped_bit_is_noticed() {
+        let mut row = Vec::new();
+        encode(Revision(7), &sample(), &mut row);
+        for bit in 0..row.len() * 8 {
+            row[bit / 8] ^= 1 << (bit % 8);
+            assert!(read(7, &row).is_err(), "bit {bit}");
+            row[bit / 8] ^= 1 << (bit % 8);
+        }
+        assert!(read(8, &row).is_err(), "a row under another revision is not that row");
+        for len in 0..row.len() {
+            assert!(read(7, &row[..len]).is_err(), "cut to {len}");
+        }
+    }
+}

@@ -1,0 +1,328 @@
+//! Forgetting the past.
+//!
+//! Compacting at a revision is a mark, durable at once: what is older can no longer be read. The rows go
+//! afterwards, some at a time, on a thread of their own. A row goes when a later change of the same key,
+//! at or before the mark, has replaced it; a delete goes itself once it is older than the mark. The row
+//! at the mark stays whole: a watch may start there.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use bytes::Bytes;
+use rusqlite::{Connection, OptionalExtension as _};
+use tokio::sync::oneshot;
+use vedetta_core::Revision;
+use vedetta_db::{Db, Purpose, Stop, WriteError, failpoint, rusqlite};
+
+use crate::codec;
+use crate::index::Index;
+use crate::load::{Meta, set_meta};
+use crate::range::FetchError;
+use crate::request::KvError;
+use crate::store::{Shared, lost, spawn};
+use crate::{Change, Event};
+
+/// Rows swept by one write.
+const ROWS: u32 = 256;
+/// How often the policy is looked at.
+const POLICY_EVERY: Duration = Duration::from_secs(10);
+
+/// How much history to keep. A revision is dropped when it is beyond either bound.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Keep {
+    /// The newest so many revisions.
+    pub revisions: Option<u64>,
+    /// What happened so recently.
+    pub age: Option<Duration>,
+}
+
+impl Default for Keep {
+    /// A million revisions, however old.
+    fn default() -> Self {
+        Self { revisions: Some(1_000_000), age: None }
+    }
+}
+
+/// Asks the sweeping thread for work.
+#[derive(Clone)]
+pub(crate) struct Sweeper {
+    orders: SyncSender<Order>,
+}
+
+enum Order {
+    Sweep(oneshot::Sender<()>),
+    Close,
+}
+
+impl Sweeper {
+    pub(crate) fn start(
+        shared: Arc<Shared>,
+        db: Db,
+        keep: Keep,
+    ) -> std::io::Result<(Self, JoinHandle<()>)> {
+        let (orders, inbox) = sync_channel(64);
+        let sweep = Sweep { shared, db, keep };
+        let thread = spawn("vedetta-compact", move || sweep.run(&inbox))?;
+        Ok((Self { orders }, thread))
+    }
+
+    /// Sweeps up to the mark; the answer comes when that is done.
+    pub(crate) fn sweep(&self) -> oneshot::Receiver<()> {
+        let (done, answer) = oneshot::channel();
+        // A full line means that a sweep is about to start, which will see our mark too.
+        let _ = self.orders.try_send(Order::Sweep(done));
+        answer
+    }
+
+    pub(crate) fn close(&self) {
+        let _ = self.orders.send(Order::Close);
+    }
+}
+
+struct Sweep {
+    shared: Arc<Shared>,
+    db: Db,
+    keep: Keep,
+}
+
+/// Why a sweep stopped early.
+#[derive(Debug, thiserror::Error)]
+enum SweepError {
+    #[error(transparent)]
+    Kv(#[from] KvError),
+    #[error(transparent)]
+    Read(#[from] vedetta_db::ReadError),
+}
+
+impl Sweep {
+    fn run(&self, inbox: &Receiver<Order>) {
+        self.sweep_logged(); // what the last run left
+        loop {
+            match inbox.recv_timeout(POLICY_EVERY) {
+                Ok(Order::Sweep(done)) => {
+                    self.sweep_logged();
+                    let _ = done.send(());
+                }
+                Err(RecvTimeoutError::Timeout) => self.follow_policy(now_ms()),
+                Ok(Order::Close) | Err(RecvTimeoutError::Disconnected) => return,
+            }
+        }
+    }
+
+    fn sweep_logged(&self) {
+        if let Err(error) = self.sweep() {
+            tracing::error!(%error, "compaction stopped; it goes on with the next one");
+        }
+    }
+
+    fn sweep(&self) -> Result<(), SweepError> {
+        loop {
+            let compacted = self.shared.index.read().compacted;
+            let plan = self.db.read_blocking(|c| Ok(plan(c, &self.shared, compacted)))?;
+            let plan = plan.map_err(KvError::from)?;
+            let finished = plan.finished;
+            self.carry_out(plan)?;
+            if finished {
+                return Ok(());
+            }
+        }
+    }
+
+    fn carry_out(&self, plan: Plan) -> Result<(), SweepError> {
+        let Plan { rows, meta, passed, .. } = plan;
+        let write = move |connection: &Connection| {
+            for (revision, body) in rows {
+                let revision = revision.0.cast_signed();
+                match body {
+                    None => connection
+                        .prepare_cached("DELETE FROM event WHERE revision = ?1")?
+                        .execute([revision])?,
+                    Some(body) => connection
+                        .prepare_cached("UPDATE event SET body = ?2 WHERE revision = ?1")?
+                        .execute((revision, body))?,
+                };
+            }
+            failpoint("kv.sweep");
+            set_meta(connection, "swept", meta.swept.0.cast_signed())?;
+            set_meta(connection, "rows", meta.rows.cast_signed())?;
+            set_meta(connection, "sum", i64::from(meta.sum))?;
+            Ok::<_, Stop<KvError>>(())
+        };
+        self.db.write_blocking(Purpose::Reclaim, write).map_err(lost)?;
+        let mut index = self.shared.index.write();
+        for Passed { key, revision, drop_tombstone } in passed {
+            index.forget(&key, revision, drop_tombstone);
+        }
+        Ok(())
+    }
+
+    /// Compacts what the policy no longer wants, if that is worth the work.
+    fn follow_policy(&self, now_ms: i64) {
+        let (current, oldest) = {
+            let index = self.shared.index.read();
+            (index.revision, index.compacted)
+        };
+        let by_count = self.keep.revisions.map(|keep| Revision(current.0.saturating_sub(keep)));
+        let by_age = self.keep.age.and_then(|age| self.revision_before(now_ms, age));
+        let Some(target) = by_count.max(by_age) else { return };
+        let worth = self.keep.revisions.map_or(1, |keep| (keep / 20).max(1));
+        if target.0 < oldest.0 + worth && by_age.is_none_or(|by_age| by_age <= oldest) {
+            return;
+        }
+        let shared = Arc::clone(&self.shared);
+        let marked = self.db.write_blocking(Purpose::Reclaim, move |connection| {
+            let mut pending = shared.pending.lock();
+            if pending.compacted < target {
+                set_meta(connection, "compacted", target.0.cast_signed())?;
+                pending.compacted = target;
+            }
+            Ok::<_, Stop<KvError>>(())
+        });
+        match marked {
+            Ok(()) => self.sweep_logged(),
+            Err(error) => tracing::warn!(%error, "could not compact by policy"),
+        }
+    }
+
+    /// Notes when the store was at which revision, and answers which one it had passed `age` ago.
+    fn revision_before(&self, now_ms: i64, age: Duration) -> Option<Revision> {
+        let current = self.shared.index.read().revision.0.cast_signed();
+        let then_ms = now_ms.saturating_sub(i64::try_from(age.as_millis()).unwrap_or(i64::MAX));
+        let noted = self.db.write_blocking(Purpose::Reclaim, move |connection| {
+            let last: Option<i64> =
+                connection.query_row("SELECT max(revision) FROM mark", [], |row| row.get(0))?;
+            if last != Some(current) {
+                let sql = "INSERT OR REPLACE INTO mark (at_ms, revision) VALUES (?1, ?2)";
+                connection.execute(sql, [now_ms, current])?;
+            }
+            let sql =
+                "SELECT revision, at_ms FROM mark WHERE at_ms <= ?1 ORDER BY at_ms DESC LIMIT 1";
+            let passed: Option<(i64, i64)> = connection
+                .query_row(sql, [then_ms], |row| Ok((row.get(0)?, row.get(1)?)))
+                .optional()?;
+            if let Some((_, at_ms)) = passed {
+                connection.execute("DELETE FROM mark WHERE at_ms < ?1", [at_ms])?;
+            }
+            Ok::<_, Stop<KvError>>(passed.map(|(revision, _)| Revision(revision.cast_unsigned())))
+        });
+        noted.unwrap_or_else(|error: WriteError<KvError>| {
+            tracing::warn!(%error, "could not note the revision of now");
+            None
+        })
+    }
+}
+
+fn now_ms() -> i64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since.as_millis()).unwrap_or(i64::MAX)
+}
+
+/// One step of a sweep, worked out beside the writer: rows at or below the mark change by sweeping only.
+struct Plan {
+    /// Rows to rewrite, or to delete.
+    rows: Vec<RowChange>,
+    meta: Meta,
+    passed: Vec<Passed>,
+    finished: bool,
+}
+
+/// A row and what it is to be; `None` when it is to go.
+type RowChange = (Revision, Option<Vec<u8>>);
+
+/// A change the sweep has passed: the index need not know what the key was before.
+struct Passed {
+    key: Bytes,
+    revision: Revision,
+    drop_tombstone: bool,
+}
+
+fn plan(connection: &Connection, shared: &Shared, mark: Revision) -> Result<Plan, FetchError> {
+    let mut meta = Meta::read(connection)?;
+    let swept = meta.swept;
+    let sql = "SELECT revision, body FROM event WHERE revision > ?1 AND revision <= ?2
+               ORDER BY revision LIMIT ?3";
+    let mut select = connection.prepare_cached(sql)?;
+    let mut rows = select.query((swept.0.cast_signed(), mark.0.cast_signed(), ROWS))?;
+    let (mut passed, mut doomed) = (Vec::new(), BTreeMap::<Revision, Vec<Bytes>>::new());
+    let (mut seen, mut last) = (0, swept);
+    while let Some(row) = rows.next()? {
+        let revision = Revision(row.get::<_, i64>(0)?.cast_unsigned());
+        let body = row.get_ref(1)?.as_blob().map_err(rusqlite::Error::from)?;
+        (seen, last) = (seen + 1, revision);
+        if revision < mark {
+            meta.rows += 1;
+            meta.sum ^= codec::stamp(body).ok_or(FetchError::Missing(revision))?;
+        }
+        let index = shared.index.read();
+        codec::decode(revision, body, |event| {
+            condemn(&index, &event, mark, &mut doomed);
+            let gone = matches!(event.change, Change::Delete { .. });
+            passed.push(Passed {
+                key: event.key().clone(),
+                revision,
+                drop_tombstone: gone && revision < mark,
+            });
+        })
+        .map_err(FetchError::Damaged)?;
+    }
+    let finished = seen < ROWS;
+    // The row at the mark is looked at again next time, when its deletes may go. A mark without a row is
+    // where a restored store jumped to.
+    meta.swept = match () {
+        () if last == mark => Revision(mark.0 - 1).max(swept),
+        () if finished => mark.max(swept),
+        () => last,
+    };
+    let mut changed = Vec::new();
+    for (revision, keys) in doomed {
+        changed.extend(strike(connection, &mut meta, revision, &keys)?);
+    }
+    Ok(Plan { rows: changed, meta, passed, finished })
+}
+
+/// Which rows an event lets go.
+fn condemn(
+    index: &Index,
+    event: &Event,
+    mark: Revision,
+    doomed: &mut BTreeMap<Revision, Vec<Bytes>>,
+) {
+    if let Some(before) = index.change_before(event.key(), event.revision) {
+        doomed.entry(before).or_default().push(event.key().clone());
+    }
+    if matches!(event.change, Change::Delete { .. }) && event.revision < mark {
+        doomed.entry(event.revision).or_default().push(event.key().clone());
+    }
+}
+
+/// Takes keys out of a row.
+fn strike(
+    connection: &Connection,
+    meta: &mut Meta,
+    revision: Revision,
+    keys: &[Bytes],
+) -> Result<Option<RowChange>, FetchError> {
+    let mut select = connection.prepare_cached("SELECT body FROM event WHERE revision = ?1")?;
+    let body: Option<Vec<u8>> =
+        select.query_row([revision.0.cast_signed()], |row| row.get(0)).optional()?;
+    let Some(body) = body else { return Ok(None) };
+    let mut kept = Vec::new();
+    codec::decode(revision, &body, |event| {
+        if !keys.contains(event.key()) {
+            kept.push(event);
+        }
+    })
+    .map_err(FetchError::Damaged)?;
+    meta.sum ^= codec::stamp(&body).ok_or(FetchError::Missing(revision))?;
+    if kept.is_empty() {
+        meta.rows -= 1;
+        return Ok(Some((revision, None)));
+    }
+    let mut row = Vec::new();
+    codec::encode(revision, &kept, &mut row);
+    meta.sum ^= codec::stamp(&row).unwrap_or_default();
+    Ok(Some((revision, Some(row))))
+}

@@ -1,0 +1,334 @@
+//! Evaluates requests on the writer thread and appends their rows.
+
+use std::cmp::Ordering;
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use rusqlite::Connection;
+use vedetta_core::{KeyRange, Revision};
+use vedetta_db::{Stop, rusqlite};
+
+use crate::codec::{self, packed};
+use crate::index::{Found, Index};
+use crate::lease::Leases;
+use crate::pending::{LeaseChange, Pending};
+use crate::range::{self, FetchError, lease_number};
+use crate::request::{
+    Compare, CompareOp, CompareTarget, Delete, Deleted, KvError, Op, OpReply, Put, PutDone,
+    PutLease, PutValue, Range, Ranged, Txn, TxnDone,
+};
+use crate::store::Limits;
+use crate::{Cause, Change, Event, KeyValue, LeaseId};
+
+/// How deep transactions may be nested. Evaluation recurses, so there must be an end.
+const DEPTH: usize = 32;
+
+/// One closure's view of the store: what is published, what waits, and its own revision.
+pub(crate) struct Engine<'a> {
+    pub(crate) connection: &'a Connection,
+    pub(crate) index: &'a Index,
+    pub(crate) pending: &'a mut Pending,
+    pub(crate) leases: &'a Leases,
+    /// The revision being made, once something changed.
+    making: Option<Making>,
+}
+
+struct Making {
+    revision: Revision,
+    /// Where in the batch its events start.
+    first: usize,
+}
+
+type Evaluated<T> = Result<T, Stop<KvError>>;
+
+fn refuse<T>(why: KvError) -> Evaluated<T> {
+    Err(Stop::Refused(why))
+}
+
+impl<'a> Engine<'a> {
+    pub(crate) fn new(
+        connection: &'a Connection,
+        index: &'a Index,
+        pending: &'a mut Pending,
+        leases: &'a Leases,
+    ) -> Self {
+        Self { connection, index, pending, leases, making: None }
+    }
+
+    /// The revision the changes go into; there is one per transaction.
+    fn making(&mut self) -> Revision {
+        let first = self.pending.events.len();
+        let pending = &mut *self.pending;
+        self.making
+            .get_or_insert_with(|| {
+                pending.revision = pending.revision.next();
+                Making { revision: pending.revision, first }
+            })
+            .revision
+    }
+
+    /// Appends the row of the revision made, if any. The next change begins another.
+    pub(crate) fn seal(&mut self) -> rusqlite::Result<Revision> {
+        let Some(Making { revision, first }) = self.making.take() else {
+            return Ok(self.pending.revision);
+        };
+        let Pending { events, row, .. } = &mut *self.pending;
+        codec::encode(revision, &events[first..], row);
+        let sql = "INSERT INTO event (revision, body) VALUES (?1, ?2)";
+        let mut insert = self.connection.prepare_cached(sql)?;
+        insert.execute((revision.0.cast_signed(), &row[..]))?;
+        Ok(revision)
+    }
+
+    pub(crate) fn put(&mut self, put: &Put) -> Evaluated<PutDone> {
+        let before = self.pending.latest(self.index, &put.key);
+        let missing = || Stop::Refused(KvError::KeyNotFound(put.key.clone()));
+        let value = match &put.value {
+            PutValue::Set(value) => value,
+            PutValue::Keep => &before.as_ref().ok_or_else(missing)?.value,
+        };
+        let lease = match put.lease {
+            PutLease::Set(lease) => lease,
+            PutLease::Keep => before.as_ref().ok_or_else(missing)?.lease,
+        };
+        if let Some(lease) = lease
+            && !self.has_lease(lease)
+        {
+            return refuse(KvError::LeaseNotFound(lease));
+        }
+        let revision = self.making();
+        let now = Arc::new(KeyValue {
+            created: before.as_ref().map_or(revision, |before| before.created),
+            modified: revision,
+            version: before.as_ref().map_or(0, |before| before.version) + 1,
+            lease,
+            ..packed(&put.key, value)
+        });
+        let previous = put.previous.then(|| before.clone()).flatten();
+        self.pending.record(Event { revision, change: Change::Put(now), previous: before });
+        Ok(PutDone { revision, previous })
+    }
+
+    pub(crate) fn delete(&mut self, delete: &Delete) -> Evaluated<Deleted> {
+        let gone = self.now(&delete.range)?;
+        let count = gone.len();
+        let previous = if delete.previous { gone.clone() } else { Vec::new() };
+        for key in gone {
+            self.remove(key, Cause::Asked);
+        }
+        Ok(Deleted { revision: self.pending.revision, count, previous })
+    }
+
+    fn remove(&mut self, before: Arc<KeyValue>, cause: Cause) {
+        let revision = self.making();
+        let change = Change::Delete { key: before.key.clone(), cause };
+        self.pending.record(Event { revision, change, previous: Some(before) });
+    }
+
+    /// The keys of a range, as they are now.
+    fn now(&self, range: &KeyRange) -> Evaluated<Vec<Arc<KeyValue>>> {
+        if let KeyRange::One(key) = range {
+            return Ok(self.pending.latest(self.index, key).into_iter().collect());
+        }
+        self.values(self.pending.collect(self.index, range, self.pending.revision))
+    }
+
+    fn values(&self, found: Vec<Found>) -> Evaluated<Vec<Arc<KeyValue>>> {
+        range::fetch_all(found, self.connection).map_err(|error| match error {
+            FetchError::Sql(error) => Stop::Sql(error),
+            other => Stop::Refused(other.into()),
+        })
+    }
+
+    pub(crate) fn range(&self, request: &Range) -> Evaluated<Ranged> {
+        let current = self.pending.revision;
+        let at =
+            range::resolve(request.at, current, self.pending.compacted).map_err(Stop::Refused)?;
+        let mut found = self.pending.collect(self.index, &request.range, at);
+        let count = found.len();
+        found.truncate(range::enough(request));
+        Ok(range::finish(request, self.values(found)?, count, current))
+    }
+
+    pub(crate) fn txn(&mut self, txn: &Txn) -> Evaluated<TxnDone> {
+        let mut held = true;
+        for compare in &txn.when {
+            held = held && self.holds(compare)?;
+        }
+        let mut replies = Vec::new();
+        for op in if held { &txn.then } else { &txn.otherwise } {
+            replies.push(match op {
+                Op::Range(range) => OpReply::Range(self.range(range)?),
+                Op::Put(put) => OpReply::Put(self.put(put)?),
+                Op::Delete(delete) => OpReply::Delete(self.delete(delete)?),
+                Op::Txn(txn) => OpReply::Txn(self.txn(txn)?),
+            });
+        }
+        Ok(TxnDone { revision: self.pending.revision, held, replies })
+    }
+
+    fn holds(&self, compare: &Compare) -> Evaluated<bool> {
+        let keys = self.now(&compare.range)?;
+        Ok(if keys.is_empty() {
+            holds_for(compare, None)
+        } else {
+            keys.iter().all(|key| holds_for(compare, Some(key)))
+        })
+    }
+
+    pub(crate) fn has_lease(&self, id: LeaseId) -> bool {
+        self.pending.lease(id).unwrap_or_else(|| self.leases.exists(id))
+    }
+
+    /// Ends a lease: its keys go in one revision.
+    pub(crate) fn end_lease(&mut self, id: LeaseId, cause: Cause) -> Evaluated<()> {
+        let keys = self.pending.keys_of(self.index, id, self.leases.keys(id));
+        for key in keys {
+            if let Some(before) = self.pending.latest(self.index, &key) {
+                self.remove(before, cause);
+            }
+        }
+        self.pending.leases.push(LeaseChange::Ended { id });
+        self.connection.prepare_cached("DELETE FROM lease WHERE id = ?1")?.execute([id.get()])?;
+        Ok(())
+    }
+}
+
+fn holds_for(compare: &Compare, key: Option<&Arc<KeyValue>>) -> bool {
+    let order = match &compare.target {
+        CompareTarget::Version(want) => key.map_or(0, |key| key.version).cmp(want),
+        CompareTarget::Created(want) => key.map_or(Revision(0), |key| key.created).cmp(want),
+        CompareTarget::Modified(want) => key.map_or(Revision(0), |key| key.modified).cmp(want),
+        CompareTarget::Lease(want) => lease_number(key.and_then(|key| key.lease)).cmp(want),
+        CompareTarget::Value(want) => match key {
+            Some(key) => key.value.cmp(want),
+            None => return false,
+        },
+    };
+    match compare.op {
+        CompareOp::Equal => order == Ordering::Equal,
+        CompareOp::NotEqual => order != Ordering::Equal,
+        CompareOp::Greater => order == Ordering::Greater,
+        CompareOp::Less => order == Ordering::Less,
+    }
+}
+
+/// Refuses what is malformed or over a limit, before it reaches the writer.
+pub(crate) fn check_put(put: &Put, limits: &Limits) -> Result<usize, KvError> {
+    if put.key.is_empty() {
+        return Err(KvError::EmptyKey);
+    }
+    if put.key.len() > limits.key {
+        return Err(KvError::KeyTooLarge { size: put.key.len(), limit: limits.key });
+    }
+    let value = match &put.value {
+        PutValue::Set(value) => value.len(),
+        PutValue::Keep => 0,
+    };
+    check_size(put.key.len() + value, limits)
+}
+
+fn check_size(size: usize, limits: &Limits) -> Result<usize, KvError> {
+    if size > limits.request {
+        return Err(KvError::RequestTooLarge { size, limit: limits.request });
+    }
+    Ok(size)
+}
+
+/// An empty single key can never exist; asking for it is a mistake worth telling.
+pub(crate) fn check_range(range: &KeyRange) -> Result<usize, KvError> {
+    match range {
+        KeyRange::One(key) if key.is_empty() => Err(KvError::EmptyKey),
+        KeyRange::One(key) | KeyRange::From(key) => Ok(key.len()),
+        KeyRange::Between(start, end) => Ok(start.len() + end.len()),
+    }
+}
+
+/// The same for a transaction, all branches included.
+pub(crate) fn check_txn(txn: &Txn, limits: &Limits) -> Result<(), KvError> {
+    check_size(check_branches(txn, limits, 0)?, limits)?;
+    claims(&txn.then)?;
+    claims(&txn.otherwise)?;
+    Ok(())
+}
+
+fn check_branches(txn: &Txn, limits: &Limits, depth: usize) -> Result<usize, KvError> {
+    if depth == DEPTH {
+        return Err(KvError::TooDeep { limit: DEPTH });
+    }
+    let ops = txn.when.len().max(txn.then.len()).max(txn.otherwise.len());
+    if ops > limits.ops {
+        return Err(KvError::TooManyOps { ops, limit: limits.ops });
+    }
+    let mut size = 0;
+    for compare in &txn.when {
+        size += check_range(&compare.range)?;
+        if let CompareTarget::Value(value) = &compare.target {
+            size += value.len();
+        }
+    }
+    for op in txn.then.iter().chain(&txn.otherwise) {
+        size += match op {
+            Op::Range(range) => check_range(&range.range)?,
+            Op::Put(put) => check_put(put, limits)?,
+            Op::Delete(delete) => check_range(&delete.range)?,
+            Op::Txn(txn) => check_branches(txn, limits, depth + 1)?,
+        };
+    }
+    Ok(size)
+}
+
+/// The keys a list of steps puts and the ranges it deletes. No key may be changed twice; of two
+/// branches of a nested transaction only one runs, so those may meet.
+#[derive(Default)]
+struct Claims {
+    puts: BTreeSet<Bytes>,
+    deletes: Vec<KeyRange>,
+}
+
+impl Claims {
+    fn clash(&self, key: &Bytes) -> Result<(), KvError> {
+        if self.puts.contains(key) || self.deletes.iter().any(|range| range.contains(key)) {
+            return Err(KvError::DuplicateKey(key.clone()));
+        }
+        Ok(())
+    }
+
+    fn covers_put(&self, range: &KeyRange) -> Result<(), KvError> {
+        let Some(bounds) = range.bounds() else { return Ok(()) };
+        match self.puts.range::<[u8], _>(bounds).next() {
+            Some(key) => Err(KvError::DuplicateKey(key.clone())),
+            None => Ok(()),
+        }
+    }
+}
+
+fn claims(ops: &[Op]) -> Result<Claims, KvError> {
+    let mut all = Claims::default();
+    for op in ops {
+        match op {
+            Op::Range(_) => {}
+            Op::Put(put) => {
+                all.clash(&put.key)?;
+                all.puts.insert(put.key.clone());
+            }
+            Op::Delete(delete) => {
+                all.covers_put(&delete.range)?;
+                all.deletes.push(delete.range.clone());
+            }
+            Op::Txn(txn) => {
+                let (then, otherwise) = (claims(&txn.then)?, claims(&txn.otherwise)?);
+                for key in then.puts.iter().chain(&otherwise.puts) {
+                    all.clash(key)?;
+                }
+                for range in then.deletes.iter().chain(&otherwise.deletes) {
+                    all.covers_put(range)?;
+                }
+                all.puts.extend(then.puts.into_iter().chain(otherwise.puts));
+                all.deletes.extend(then.deletes.into_iter().chain(otherwise.deletes));
+            }
+        }
+    }
+    Ok(all)
+}

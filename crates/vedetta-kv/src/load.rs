@@ -1,0 +1,208 @@
+//! From the file into memory, checking every row on the way.
+
+use std::collections::{BTreeMap, HashMap};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use parking_lot::{Mutex, RwLock};
+use rusqlite::{Connection, OptionalExtension as _};
+use vedetta_core::Revision;
+use vedetta_db::{Db, Purpose, Stop, WriteError, rusqlite};
+
+use crate::LeaseId;
+use crate::codec;
+use crate::index::{Chain, Index};
+use crate::lease::Leases;
+use crate::pending::Pending;
+use crate::store::{Age, OpenError, Shared};
+use crate::watch::Hub;
+
+/// How far a restored store jumps ahead, so that whoever saw the time after the backup notices.
+const RESTORE_JUMP: u64 = 1_000_000;
+
+/// The store's numbers in the table `meta`.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Meta {
+    /// The oldest revision that can be read or watched from.
+    pub(crate) compacted: Revision,
+    /// Rows up to here are those that survived compaction.
+    pub(crate) swept: Revision,
+    /// How many these are, and the XOR of their checksums.
+    pub(crate) rows: u64,
+    pub(crate) sum: u32,
+    /// The last revision before a restored store jumped, and where it landed.
+    jump_from: Revision,
+    jump_to: Revision,
+    age_ms: i64,
+}
+
+impl Meta {
+    pub(crate) fn read(connection: &Connection) -> rusqlite::Result<Self> {
+        let get = |name: &str| -> rusqlite::Result<Option<i64>> {
+            let sql = "SELECT value FROM meta WHERE name = ?1";
+            connection.prepare_cached(sql)?.query_row([name], |row| row.get(0)).optional()
+        };
+        let revision = |name, default| {
+            get(name).map(|value| value.map_or(default, |v| Revision(v.cast_unsigned())))
+        };
+        Ok(Self {
+            compacted: revision("compacted", Revision(0))?,
+            swept: revision("swept", Revision::FRESH)?,
+            rows: get("rows")?.unwrap_or(0).cast_unsigned(),
+            sum: u32::try_from(get("sum")?.unwrap_or(0)).unwrap_or(0),
+            jump_from: revision("jump_from", Revision(0))?,
+            jump_to: revision("jump_to", Revision(0))?,
+            age_ms: get("age_ms")?.unwrap_or(0),
+        })
+    }
+}
+
+pub(crate) fn set_meta(connection: &Connection, name: &str, value: i64) -> rusqlite::Result<()> {
+    let sql = "INSERT INTO meta (name, value) VALUES (?1, ?2)
+               ON CONFLICT (name) DO UPDATE SET value = excluded.value";
+    connection.prepare_cached(sql)?.execute((name, value)).map(drop)
+}
+
+/// Builds the state in memory.
+pub(crate) fn load(db: &Db) -> Result<Shared, OpenError> {
+    if db.restored() {
+        jump_ahead(db)?;
+    }
+    db.read_blocking(|connection| {
+        let meta = Meta::read(connection)?;
+        let index = match load_index(connection, meta) {
+            Ok(index) => index,
+            Err(Unsound::Sql(error)) => return Err(error),
+            Err(Unsound::Rows(error)) => return Ok(Err(error)),
+        };
+        let leases = load_leases(connection, &index, meta.age_ms)?;
+        Ok(Ok(Shared {
+            pending: Mutex::new(Pending::new(index.revision, index.compacted)),
+            hub: Hub::new(index.revision),
+            index: RwLock::new(index),
+            leases,
+            age: Age {
+                before: Duration::from_millis(meta.age_ms.unsigned_abs()),
+                started: Instant::now(),
+            },
+        }))
+    })?
+}
+
+enum Unsound {
+    Sql(rusqlite::Error),
+    Rows(OpenError),
+}
+
+impl From<rusqlite::Error> for Unsound {
+    fn from(error: rusqlite::Error) -> Self {
+        Self::Sql(error)
+    }
+}
+
+fn load_index(connection: &Connection, meta: Meta) -> Result<Index, Unsound> {
+    let mut chains: HashMap<Bytes, Chain> = HashMap::new();
+    let mut check = Check::new(meta);
+    let mut select = connection.prepare("SELECT revision, body FROM event ORDER BY revision")?;
+    let mut rows = select.query([])?;
+    while let Some(row) = rows.next()? {
+        let revision = Revision(row.get::<_, i64>(0)?.cast_unsigned());
+        let body = row.get_ref(1)?.as_blob().map_err(rusqlite::Error::from)?;
+        check.row(revision, body).map_err(Unsound::Rows)?;
+        codec::decode(revision, body, |event| match chains.get_mut(event.key()) {
+            Some(chain) => chain.push(&event),
+            None => drop(chains.insert(event.key().clone(), Chain::new(&event))),
+        })
+        .map_err(|damaged| Unsound::Rows(OpenError::Damaged(damaged.0)))?;
+    }
+    let revision = check.end().map_err(Unsound::Rows)?;
+    let sorted: BTreeMap<_, _> = chains.into_iter().collect();
+    Ok(Index::from_chains(sorted, revision, meta.compacted))
+}
+
+/// Notices rows that are gone: above the swept part every revision has one; in it their number and
+/// checksums are known.
+struct Check {
+    meta: Meta,
+    expected: Revision,
+    rows: u64,
+    sum: u32,
+}
+
+impl Check {
+    fn new(meta: Meta) -> Self {
+        Self { meta, expected: meta.swept.next(), rows: 0, sum: 0 }
+    }
+
+    fn row(&mut self, revision: Revision, body: &[u8]) -> Result<(), OpenError> {
+        if revision <= self.meta.swept {
+            self.rows += 1;
+            self.sum ^= codec::stamp(body).ok_or(OpenError::Damaged(revision))?;
+            return Ok(());
+        }
+        self.jump();
+        if revision != self.expected {
+            return Err(OpenError::Gap(self.expected));
+        }
+        self.expected = revision.next();
+        Ok(())
+    }
+
+    /// A restored store has no rows between where it was and where it jumped to.
+    fn jump(&mut self) {
+        if self.expected == self.meta.jump_from.next() {
+            self.expected = self.expected.max(self.meta.jump_to.next());
+        }
+    }
+
+    /// All rows seen: where does the store stand?
+    fn end(mut self) -> Result<Revision, OpenError> {
+        if (self.rows, self.sum) != (self.meta.rows, self.meta.sum) {
+            return Err(OpenError::Miscounted);
+        }
+        self.jump();
+        Ok(Revision(self.expected.0 - 1))
+    }
+}
+
+fn load_leases(connection: &Connection, index: &Index, age_ms: i64) -> rusqlite::Result<Leases> {
+    let leases = Leases::default();
+    let mut select = connection.prepare("SELECT id, ttl_ms, deadline_ms, renewed FROM lease")?;
+    let mut rows = select.query([])?;
+    while let Some(row) = rows.next()? {
+        let (id, ttl_ms, deadline_ms, renewed): (i64, i64, i64, bool) =
+            (row.get(0)?, row.get(1)?, row.get(2)?, row.get(3)?);
+        let Some(id) = LeaseId::new(id) else { continue };
+        // Of a renewed lease we know only that its holder lived: it gets its whole time again.
+        let left_ms = if renewed { ttl_ms } else { deadline_ms.saturating_sub(age_ms).max(0) };
+        let ms = |ms: i64| Duration::from_millis(ms.unsigned_abs());
+        leases.load(id, ms(ttl_ms), ms(left_ms), renewed);
+    }
+    if !leases.is_empty() {
+        index.live().for_each(|key| leases.load_key(key));
+    }
+    Ok(leases)
+}
+
+/// The file is a backup. Others may have seen revisions that were made after it was taken: a store that
+/// made them again with other contents would lie to whoever resumes from there. So it goes on well after
+/// them, and everything before counts as compacted, which makes them list again.
+fn jump_ahead(db: &Db) -> Result<(), OpenError> {
+    let jumped = db.write_blocking(Purpose::Reclaim, |connection| {
+        let meta = Meta::read(connection)?;
+        let last: Option<i64> =
+            connection.query_row("SELECT max(revision) FROM event", [], |row| row.get(0))?;
+        let last = last.map_or(Revision::FRESH, |last| Revision(last.cast_unsigned()));
+        let last = last.max(meta.swept).max(meta.jump_to);
+        let target = Revision(last.0 + RESTORE_JUMP);
+        set_meta(connection, "jump_from", last.0.cast_signed())?;
+        set_meta(connection, "jump_to", target.0.cast_signed())?;
+        set_meta(connection, "compacted", target.0.cast_signed())?;
+        connection.execute("DROP TABLE vedetta_backup", [])?;
+        Ok::<_, Stop<std::convert::Infallible>>(())
+    });
+    jumped.map_err(|error| match error {
+        WriteError::Lost(lost) => OpenError::Lost(lost),
+        _ => unreachable!("it refuses nothing"),
+    })
+}

@@ -1,0 +1,559 @@
+//! The store as its users hold it.
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Mutex, RwLock};
+use vedetta_core::{KeyRange, Revision};
+use vedetta_db::{CommitError, Db, Mirror, Purpose, Schema, Stop, WriteError, rusqlite};
+
+use crate::compact::{Keep, Sweeper};
+use crate::engine::{self, Engine};
+use crate::index::{Found, Index};
+use crate::lease::{Leases, Renewal};
+use crate::load;
+use crate::pending::{LeaseChange, Pending};
+use crate::range;
+use crate::request::{Delete, Deleted, KvError, Op, Put, PutDone, Range, Ranged, Txn, TxnDone};
+use crate::watch::{Block, Hub};
+use crate::{Cause, LeaseId, LeaseInfo, WatchError, WatchOptions, Watcher};
+
+/// The store's tables; give it to [`Db::open`].
+pub const SCHEMA: Schema = Schema {
+    component: "kv",
+    steps: &["CREATE TABLE event (revision INTEGER PRIMARY KEY, body BLOB NOT NULL) STRICT;
+         CREATE TABLE lease (id INTEGER PRIMARY KEY, ttl_ms INTEGER NOT NULL,
+                             deadline_ms INTEGER NOT NULL, renewed INTEGER NOT NULL) STRICT;
+         CREATE TABLE mark (at_ms INTEGER PRIMARY KEY, revision INTEGER NOT NULL) STRICT;
+         CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT;"],
+};
+
+/// Keys a reader looks at before it lets the lock go for a moment.
+const CHUNK: usize = 512;
+/// Leases ended by one write.
+const ENDED_AT_ONCE: usize = 256;
+/// How often the store notes its age while there are leases; after a crash they live longer by up to
+/// this much.
+const AGE_EVERY: Duration = Duration::from_secs(5);
+/// How long to wait before ending leases again when that failed.
+const RETRY: Duration = Duration::from_millis(100);
+/// The longest lease: what etcd allows, about 285 years.
+const TTL_LIMIT: Duration = Duration::from_secs(9_000_000_000);
+
+/// How a store is to be run.
+#[derive(Debug, Clone, Default)]
+pub struct Options {
+    /// What a request may ask for.
+    pub limits: Limits,
+    /// Bytes the file may use before only deletes and compaction are taken.
+    pub quota: Option<u64>,
+    /// How much history to keep.
+    pub keep: Keep,
+}
+
+/// What a request may ask for.
+#[derive(Debug, Clone)]
+pub struct Limits {
+    /// Bytes of a key.
+    pub key: usize,
+    /// Bytes of a whole request: its keys and values.
+    pub request: usize,
+    /// Operations in a branch of a transaction.
+    pub ops: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { key: 64 << 10, request: 3 << 19, ops: 128 }
+    }
+}
+
+/// Why a store cannot be opened.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// What is stored is not what was written: restore a backup.
+    #[error("the row of revision {0} is damaged; restore a backup")]
+    Damaged(Revision),
+    /// Rows are gone: restore a backup.
+    #[error("the history has a gap at revision {0}; restore a backup")]
+    Gap(Revision),
+    /// The rows that survived compaction are not those that should have: restore a backup.
+    #[error("rows of the compacted history are missing or were added; restore a backup")]
+    Miscounted,
+    /// The file cannot be read.
+    #[error("cannot read the store")]
+    Unreadable(#[from] vedetta_db::ReadError),
+    /// The file cannot be written.
+    #[error("cannot write to the store")]
+    Lost(#[from] CommitError),
+    /// A thread cannot be started.
+    #[error("cannot start the store")]
+    Threads(#[from] std::io::Error),
+}
+
+/// Where the store stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Status {
+    /// The newest revision.
+    pub revision: Revision,
+    /// The oldest revision that can be read or watched from.
+    pub compacted: Revision,
+    /// Keys in memory, deleted ones with a history included.
+    pub keys: usize,
+    /// Live leases.
+    pub leases: usize,
+    /// Watchers.
+    pub watchers: usize,
+    /// Bytes in use in the file.
+    pub size: u64,
+}
+
+/// What the store's threads and handles share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) index: RwLock<Index>,
+    /// Locked on the writer thread only.
+    pub(crate) pending: Mutex<Pending>,
+    pub(crate) leases: Leases,
+    pub(crate) hub: Hub,
+    pub(crate) age: Age,
+}
+
+/// How long the store has been serving in all its life.
+#[derive(Debug)]
+pub(crate) struct Age {
+    pub(crate) before: Duration,
+    pub(crate) started: Instant,
+}
+
+impl Age {
+    pub(crate) fn now_ms(&self) -> i64 {
+        i64::try_from((self.before + self.started.elapsed()).as_millis()).unwrap_or(i64::MAX)
+    }
+}
+
+/// The store; clones share it.
+#[derive(Clone)]
+pub struct Store {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) db: Db,
+    options: Arc<Options>,
+    sweeper: Sweeper,
+    threads: Arc<Threads>,
+}
+
+#[derive(Default)]
+struct Threads(Mutex<Vec<JoinHandle<()>>>);
+
+impl Store {
+    /// Opens the store in `db`, which must have been opened with [`SCHEMA`]. Reads all rows, checks
+    /// them, and starts the store's threads.
+    pub async fn open(db: Db, options: Options) -> Result<Self, OpenError> {
+        off_the_runtime(move || Self::open_blocking(db, options)).await
+    }
+
+    /// [`Store::open`] for a thread of one's own.
+    pub fn open_blocking(db: Db, options: Options) -> Result<Self, OpenError> {
+        let shared = Arc::new(load::load(&db)?);
+        db.attach(Box::new(Publisher(Arc::clone(&shared))))?;
+        let (sweeper, sweeping) =
+            Sweeper::start(Arc::clone(&shared), db.clone(), options.keep.clone())?;
+        let hub = Arc::clone(&shared);
+        let fan_out = spawn("vedetta-fan-out", move || hub.hub.fan_out())?;
+        let (keeper, keeper_db) = (Arc::clone(&shared), db.clone());
+        let leases = spawn("vedetta-leases", move || keep_leases(&keeper, &keeper_db))?;
+        Ok(Self {
+            shared,
+            db,
+            options: Arc::new(options),
+            sweeper,
+            threads: Arc::new(Threads(Mutex::new(vec![sweeping, fan_out, leases]))),
+        })
+    }
+
+    /// Ends all watches, then the store's threads, then the database below, in that order; returns
+    /// when all have ended. What was acknowledged is on the disk anyway.
+    pub async fn close(&self) {
+        let store = self.clone();
+        off_the_runtime(move || store.close_blocking()).await;
+    }
+
+    /// [`Store::close`] for a thread of one's own.
+    pub fn close_blocking(&self) {
+        self.shared.hub.close();
+        self.shared.leases.close();
+        self.sweeper.close();
+        for thread in self.threads.0.lock().drain(..) {
+            let _ = thread.join();
+        }
+        if !self.shared.leases.is_empty() {
+            let age = self.shared.age.now_ms();
+            let noted = self.db.write_blocking(Purpose::Reclaim, move |c| note_age(c, age));
+            if let Err(error) = noted {
+                tracing::warn!(%error, "could not note the store's age; leases will live longer");
+            }
+        }
+        self.db.close_blocking();
+    }
+
+    /// Reads keys: the present from memory, the past from the file.
+    pub async fn range(&self, request: Range) -> Result<Ranged, KvError> {
+        engine::check_range(&request.range)?;
+        loop {
+            let gathered = self.gather(&request)?;
+            let in_memory = gathered.found.iter().all(|found| matches!(found, Found::Here(_)));
+            let Gathered { found, count, at, revision } = gathered;
+            let keys = if in_memory {
+                let here = |found| match found {
+                    Found::Here(now) => Some(now),
+                    Found::InRow(..) => None,
+                };
+                Ok(found.into_iter().filter_map(here).collect())
+            } else {
+                let read = self.db.read(move |c| Ok(range::fetch_all(found, c))).await;
+                read.map_err(|e| KvError::Unreadable(e.to_string()))?.map_err(KvError::from)
+            };
+            // Compaction may have passed while we read: then what is missing is not damage.
+            let oldest = self.shared.index.read().compacted;
+            if at >= oldest {
+                return Ok(range::finish(&request, keys?, count, revision));
+            }
+            if let Some(asked) = request.at {
+                return Err(KvError::Compacted { asked, oldest });
+            }
+        }
+    }
+
+    /// Walks the index, a bounded number of keys at a time.
+    fn gather(&self, request: &Range) -> Result<Gathered, KvError> {
+        let (at, revision) = {
+            let index = self.shared.index.read();
+            let at = range::resolve(request.at, index.revision, index.compacted)?;
+            if let KeyRange::One(key) = &request.range {
+                let mut found: Vec<_> = index.get_at(key, at).into_iter().collect();
+                let count = found.len();
+                found.truncate(range::enough(request));
+                return Ok(Gathered { found, count, at, revision: index.revision });
+            }
+            (at, index.revision)
+        };
+        let (mut found, mut count, mut from) = (Vec::new(), 0, None);
+        let enough = range::enough(request);
+        loop {
+            let index = self.shared.index.read();
+            from = index.visit(&request.range, from.as_ref(), at, CHUNK, |visit| {
+                count += 1;
+                if found.len() < enough {
+                    found.push(visit.found());
+                }
+            });
+            if from.is_none() {
+                return Ok(Gathered { found, count, at, revision });
+            }
+        }
+    }
+
+    /// Gives a key a value.
+    pub async fn put(&self, put: Put) -> Result<PutDone, KvError> {
+        engine::check_put(&put, &self.options.limits)?;
+        self.check_quota()?;
+        self.evaluate(Purpose::Store, move |engine| engine.put(&put)).await
+    }
+
+    /// Removes keys.
+    pub async fn delete(&self, delete: Delete) -> Result<Deleted, KvError> {
+        engine::check_range(&delete.range)?;
+        self.reclaim(move |engine| engine.delete(&delete)).await
+    }
+
+    /// Does a transaction.
+    pub async fn txn(&self, txn: Txn) -> Result<TxnDone, KvError> {
+        engine::check_txn(&txn, &self.options.limits)?;
+        if stores(&txn) {
+            self.check_quota()?;
+            return self.evaluate(Purpose::Store, move |engine| engine.txn(&txn)).await;
+        }
+        self.reclaim(move |engine| engine.txn(&txn)).await
+    }
+
+    /// Forgets what was before `revision`: it becomes the oldest that can be read or watched from.
+    /// Returns once that is durable; with `swept`, once the room is free too.
+    pub async fn compact(&self, revision: Revision, swept: bool) -> Result<(), KvError> {
+        let mark = move |engine: &mut Engine<'_>| {
+            let (current, oldest) = (engine.pending.revision, engine.pending.compacted);
+            if revision > current {
+                return Err(Stop::Refused(KvError::Future { asked: revision, current }));
+            }
+            if revision <= oldest {
+                return Err(Stop::Refused(KvError::Compacted { asked: revision, oldest }));
+            }
+            load::set_meta(engine.connection, "compacted", revision.0.cast_signed())?;
+            engine.pending.compacted = revision;
+            Ok(())
+        };
+        self.reclaim(mark).await?;
+        let done = self.sweeper.sweep();
+        if swept {
+            let _ = done.await; // closed meanwhile: the next start goes on with it
+        }
+        Ok(())
+    }
+
+    /// Grants a lease; without a wished id, one is chosen.
+    pub async fn grant(&self, id: Option<LeaseId>, ttl: Duration) -> Result<LeaseId, KvError> {
+        if ttl > TTL_LIMIT {
+            return Err(KvError::TtlTooLarge { limit: TTL_LIMIT.as_secs() });
+        }
+        self.check_quota()?;
+        let shared = Arc::clone(&self.shared);
+        let grant = move |engine: &mut Engine<'_>| {
+            let id = match id {
+                Some(id) if engine.has_lease(id) => {
+                    return Err(Stop::Refused(KvError::LeaseExists(id)));
+                }
+                Some(id) => id,
+                None => loop {
+                    match LeaseId::new(fastrand::i64(1..)) {
+                        Some(id) if !engine.has_lease(id) => break id,
+                        _ => {}
+                    }
+                },
+            };
+            let ttl_ms = i64::try_from(ttl.as_millis()).unwrap_or(i64::MAX);
+            let deadline = shared.age.now_ms().saturating_add(ttl_ms);
+            let sql = "INSERT INTO lease (id, ttl_ms, deadline_ms, renewed) VALUES (?1, ?2, ?3, 0)";
+            engine.connection.prepare_cached(sql)?.execute((id.get(), ttl_ms, deadline))?;
+            engine.pending.leases.push(LeaseChange::Granted { id, ttl });
+            Ok(id)
+        };
+        self.evaluate(Purpose::Store, grant).await
+    }
+
+    /// Renews a lease; returns how long it now lasts.
+    pub async fn keep_alive(&self, id: LeaseId) -> Result<Duration, KvError> {
+        match self.shared.leases.renew(id) {
+            Renewal::Done(ttl) => return Ok(ttl),
+            Renewal::Unknown => return Err(KvError::LeaseNotFound(id)),
+            Renewal::FirstTime => {}
+        }
+        let note = move |engine: &mut Engine<'_>| {
+            if !engine.has_lease(id) {
+                return Err(Stop::Refused(KvError::LeaseNotFound(id)));
+            }
+            let sql = "UPDATE lease SET renewed = 1 WHERE id = ?1";
+            engine.connection.prepare_cached(sql)?.execute([id.get()])?;
+            engine.pending.leases.push(LeaseChange::Renewed { id });
+            Ok(())
+        };
+        self.evaluate(Purpose::Store, note).await?;
+        match self.shared.leases.renew(id) {
+            Renewal::Done(ttl) => Ok(ttl),
+            _ => Err(KvError::LeaseNotFound(id)),
+        }
+    }
+
+    /// Ends a lease; its keys go in one revision.
+    pub async fn revoke(&self, id: LeaseId) -> Result<Revision, KvError> {
+        self.reclaim(move |engine| {
+            if !engine.has_lease(id) {
+                return Err(Stop::Refused(KvError::LeaseNotFound(id)));
+            }
+            engine.end_lease(id, Cause::Asked)?;
+            Ok(engine.seal()?)
+        })
+        .await
+    }
+
+    /// A lease as it stands; `None` when there is none of that id.
+    pub fn lease(&self, id: LeaseId) -> Option<LeaseInfo> {
+        self.shared.leases.info(id)
+    }
+
+    /// All leases.
+    pub fn leases(&self) -> Vec<LeaseId> {
+        self.shared.leases.ids()
+    }
+
+    /// Follows the changes of a range of keys.
+    pub fn watch(&self, range: KeyRange, options: WatchOptions) -> Result<Watcher, WatchError> {
+        Watcher::new(Arc::clone(&self.shared), self.db.clone(), range, options)
+    }
+
+    /// Where the store stands.
+    pub fn status(&self) -> Status {
+        let index = self.shared.index.read();
+        Status {
+            revision: index.revision,
+            compacted: index.compacted,
+            keys: index.len(),
+            leases: self.shared.leases.len(),
+            watchers: self.shared.hub.watchers(),
+            size: self.db.size(),
+        }
+    }
+
+    fn check_quota(&self) -> Result<(), KvError> {
+        let used = self.db.size();
+        match self.options.quota {
+            Some(quota) if used > quota => Err(KvError::QuotaExceeded { used, quota }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Runs on the writer thread; what it changed is one revision.
+    async fn evaluate<T: Send + 'static>(
+        &self,
+        purpose: Purpose,
+        work: impl FnOnce(&mut Engine<'_>) -> Result<T, Stop<KvError>> + Send + 'static,
+    ) -> Result<T, KvError> {
+        let shared = Arc::clone(&self.shared);
+        let evaluated = self.db.write(purpose, move |connection| {
+            let mut pending = shared.pending.lock();
+            let index = shared.index.read();
+            let mut engine = Engine::new(connection, &index, &mut pending, &shared.leases);
+            let answer = work(&mut engine)?;
+            engine.seal()?;
+            Ok(answer)
+        });
+        evaluated.await.map_err(lost)
+    }
+
+    /// The same for what frees room. The write that finds the disk full is lost with its batch; tried
+    /// again it may use the room kept for it.
+    async fn reclaim<T: Send + 'static>(
+        &self,
+        work: impl Fn(&mut Engine<'_>) -> Result<T, Stop<KvError>> + Send + Sync + 'static,
+    ) -> Result<T, KvError> {
+        let work = Arc::new(work);
+        let again = Arc::clone(&work);
+        match self.evaluate(Purpose::Reclaim, move |engine| work(engine)).await {
+            Err(KvError::Lost(CommitError::Full)) => {
+                self.evaluate(Purpose::Reclaim, move |engine| again(engine)).await
+            }
+            other => other,
+        }
+    }
+}
+
+/// Runs what may block where that holds nobody up.
+async fn off_the_runtime<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(value) => value,
+        Err(stopped) => std::panic::resume_unwind(stopped.into_panic()),
+    }
+}
+
+pub(crate) fn lost(error: WriteError<KvError>) -> KvError {
+    match error {
+        WriteError::Refused(why) => why,
+        WriteError::Lost(lost) => KvError::Lost(lost),
+        _ => unreachable!("a write ends in one of two ways"),
+    }
+}
+
+/// Whether some branch puts.
+fn stores(txn: &Txn) -> bool {
+    txn.then.iter().chain(&txn.otherwise).any(|op| match op {
+        Op::Put(_) => true,
+        Op::Txn(txn) => stores(txn),
+        Op::Range(_) | Op::Delete(_) => false,
+    })
+}
+
+/// What a walk over the index found.
+struct Gathered {
+    found: Vec<Found>,
+    count: usize,
+    /// The revision it is of.
+    at: Revision,
+    /// Where the store was.
+    revision: Revision,
+}
+
+/// Shows batches once they are durable.
+struct Publisher(Arc<Shared>);
+
+impl Mirror for Publisher {
+    fn keep(&mut self) {
+        self.0.pending.lock().keep();
+    }
+
+    fn undo(&mut self) {
+        self.0.pending.lock().undo();
+    }
+
+    fn publish(&mut self) {
+        let mut pending = self.0.pending.lock();
+        let (events, leases) = pending.take();
+        {
+            let mut index = self.0.index.write();
+            events.iter().for_each(|event| index.apply(event));
+            index.revision = pending.revision;
+            index.compacted = pending.compacted;
+        }
+        self.0.leases.publish(&leases, &events);
+        if let Some(last) = events.last().map(|event| event.revision) {
+            self.0.hub.publish(Block::new(last, events));
+        }
+    }
+
+    fn discard(&mut self) {
+        self.0.pending.lock().discard();
+    }
+}
+
+pub(crate) fn spawn(
+    name: &str,
+    work: impl FnOnce() + Send + 'static,
+) -> std::io::Result<JoinHandle<()>> {
+    std::thread::Builder::new().name(name.into()).spawn(work)
+}
+
+fn note_age(connection: &rusqlite::Connection, age_ms: i64) -> Result<(), Stop<KvError>> {
+    Ok(load::set_meta(connection, "age_ms", age_ms)?)
+}
+
+/// The thread that ends leases when their time is up, and notes the store's age.
+fn keep_leases(shared: &Arc<Shared>, db: &Db) {
+    let mut age_due = Instant::now() + AGE_EVERY;
+    while let Some(due) = shared.leases.wait_due(age_due, ENDED_AT_ONCE) {
+        if !due.is_empty() {
+            end_leases(shared, db, &due);
+        }
+        if Instant::now() >= age_due {
+            age_due = Instant::now() + AGE_EVERY;
+            if !shared.leases.is_empty() {
+                let age = shared.age.now_ms();
+                let noted = db.write_blocking(Purpose::Reclaim, move |c| note_age(c, age));
+                if let Err(error) = noted {
+                    tracing::warn!(%error, "could not note the store's age");
+                }
+            }
+        }
+    }
+}
+
+fn end_leases(shared: &Arc<Shared>, db: &Db, due: &[LeaseId]) {
+    let (in_writer, ending) = (Arc::clone(shared), due.to_vec());
+    let ended = db.write_blocking(Purpose::Reclaim, move |connection| {
+        let mut pending = in_writer.pending.lock();
+        let index = in_writer.index.read();
+        let leases = &in_writer.leases;
+        let mut engine = Engine::new(connection, &index, &mut pending, leases);
+        for id in ending {
+            // Renewed or revoked on the way here?
+            if engine.has_lease(id) && leases.is_due(id) && !engine.pending.renews(id) {
+                engine.end_lease(id, Cause::Expired)?;
+                engine.seal()?;
+            }
+        }
+        Ok::<_, Stop<KvError>>(())
+    });
+    if let Err(error) = ended {
+        tracing::error!(%error, leases = due.len(), "could not end leases; trying again");
+        shared.leases.still_due(due);
+        std::thread::sleep(RETRY);
+    }
+}

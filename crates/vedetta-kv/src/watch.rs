@@ -1,0 +1,542 @@
+//! Watching: one log, many cursors.
+//!
+//! ```text
+//!   publish ──► Ring: blocks of recent events, shared by all ◄── read from its own cursor ── Watcher
+//!                 │                                                                             ▲
+//!                 └──► fan-out thread: whose range matches? ── owed: from that revision on ─────┘
+//! ```
+//!
+//! No watcher has a queue. The fan-out thread only notes, per watcher, the first revision it is owed and
+//! wakes it; the watcher reads the ring at its own pace, and the rows in the file where it has fallen
+//! behind the ring. So writers never wait for watchers, a slow watcher slows only itself, and its memory
+//! is a cursor. When the rows it needs were compacted it is told so.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+
+use bytes::Bytes;
+use parking_lot::{Condvar, Mutex, RwLock};
+use tokio::sync::Notify;
+use vedetta_core::{KeyRange, Revision};
+use vedetta_db::{Db, rusqlite};
+
+use crate::codec;
+use crate::index::Found;
+use crate::range::{FetchError, fetch};
+use crate::request::KvError;
+use crate::store::Shared;
+use crate::{Change, Event};
+
+/// Bytes of recent events kept in memory for watchers.
+const RING_BYTES: usize = 16 << 20;
+/// About how much a watcher is handed at once; a transaction is never split.
+const BATCH_BYTES: usize = 1 << 20;
+/// Rows read from the file in one go.
+const HISTORY_ROWS: u32 = 1_000;
+/// Nothing is owed.
+const NOTHING: u64 = u64::MAX;
+
+/// Events that became durable together, or were read from the file together.
+#[derive(Debug)]
+pub(crate) struct Block {
+    pub(crate) last: Revision,
+    pub(crate) events: Vec<Event>,
+    bytes: usize,
+}
+
+impl Block {
+    pub(crate) fn new(last: Revision, events: Vec<Event>) -> Self {
+        let weigh =
+            |event: &Event| 96 + event.key().len() + event.now().map_or(0, |now| now.value.len());
+        let bytes = events.iter().map(weigh).sum();
+        Self { last, events, bytes }
+    }
+}
+
+/// Recent blocks, the oldest first, without a gap.
+#[derive(Debug)]
+struct Ring {
+    blocks: VecDeque<Arc<Block>>,
+    bytes: usize,
+    /// Every revision from here on is in `blocks`.
+    first: Revision,
+}
+
+/// The meeting place of publishing, fan-out and watchers.
+#[derive(Debug)]
+pub(crate) struct Hub {
+    ring: RwLock<Ring>,
+    /// All watchers were told of everything up to here.
+    marked: AtomicU64,
+    registry: Mutex<Registry>,
+    nudge: Mutex<Nudge>,
+    nudged: Condvar,
+    closed: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct Nudge {
+    published: Revision,
+    closed: bool,
+}
+
+/// Watchers by what they watch. A range is found by the key itself, by each length of prefix that
+/// somebody watches, or, for odd ranges, by looking at them all.
+#[derive(Debug, Default)]
+struct Registry {
+    keys: HashMap<Bytes, Group>,
+    prefixes: BTreeMap<usize, HashMap<Bytes, Group>>,
+    others: HashMap<KeyRange, Group>,
+    count: usize,
+}
+
+#[derive(Debug, Default)]
+struct Group {
+    cells: Vec<Arc<Cell>>,
+}
+
+/// What the fan-out thread knows of a watcher.
+#[derive(Debug)]
+struct Cell {
+    /// The first revision it has not been handed, or [`NOTHING`]. While something is owed the watcher
+    /// is awake or has a wake-up waiting.
+    owed: AtomicU64,
+    wake: Notify,
+    /// Its place in its group.
+    place: AtomicUsize,
+}
+
+impl Hub {
+    pub(crate) fn new(revision: Revision) -> Self {
+        Self {
+            ring: RwLock::new(Ring { blocks: VecDeque::new(), bytes: 0, first: revision.next() }),
+            marked: AtomicU64::new(revision.0),
+            registry: Mutex::default(),
+            nudge: Mutex::new(Nudge { published: revision, closed: false }),
+            nudged: Condvar::new(),
+            closed: AtomicBool::new(false),
+        }
+    }
+
+    /// Takes in a durable block.
+    pub(crate) fn publish(&self, block: Block) {
+        let last = block.last;
+        {
+            let mut ring = self.ring.write();
+            ring.bytes += block.bytes;
+            ring.blocks.push_back(Arc::new(block));
+            while ring.bytes > RING_BYTES
+                && ring.blocks.len() > 1
+                && let Some(oldest) = ring.blocks.pop_front()
+            {
+                ring.bytes -= oldest.bytes;
+                ring.first = oldest.last.next();
+            }
+        }
+        self.nudge.lock().published = last;
+        self.nudged.notify_one();
+    }
+
+    /// The fan-out thread.
+    pub(crate) fn fan_out(&self) {
+        let mut marked = Revision(self.marked.load(Ordering::Relaxed));
+        while let Some(published) = self.wait_beyond(marked) {
+            match self.recent(marked.next(), usize::MAX) {
+                Some(recent) => {
+                    let registry = self.registry.lock();
+                    for block in recent.blocks {
+                        registry.mark(&block);
+                        marked = block.last;
+                    }
+                }
+                // Outrun by the writers: let every watcher look for itself.
+                None => {
+                    self.registry.lock().mark_all(marked.next());
+                    marked = published;
+                }
+            }
+            self.marked.store(marked.0, Ordering::Release);
+        }
+        self.closed.store(true, Ordering::Release);
+        self.registry.lock().wake_all();
+    }
+
+    fn wait_beyond(&self, marked: Revision) -> Option<Revision> {
+        let mut nudge = self.nudge.lock();
+        loop {
+            if nudge.published > marked {
+                return Some(nudge.published);
+            }
+            if nudge.closed {
+                return None;
+            }
+            self.nudged.wait(&mut nudge);
+        }
+    }
+
+    pub(crate) fn close(&self) {
+        self.nudge.lock().closed = true;
+        self.nudged.notify_all();
+    }
+
+    pub(crate) fn watchers(&self) -> usize {
+        self.registry.lock().count
+    }
+
+    /// Blocks that hold everything from `from` on, up to about `bytes` of it; `None` when the ring
+    /// does not reach back so far.
+    fn recent(&self, from: Revision, bytes: usize) -> Option<Recent> {
+        let ring = self.ring.read();
+        if from < ring.first {
+            return None;
+        }
+        let start = ring.blocks.partition_point(|block| block.last < from);
+        let mut taken = 0;
+        let wanted = ring.blocks.range(start..).take_while(|block| {
+            let fits = taken < bytes;
+            taken += block.bytes;
+            fits
+        });
+        let blocks: Vec<_> = wanted.cloned().collect();
+        let more = start + blocks.len() < ring.blocks.len();
+        Some(Recent { blocks, more })
+    }
+}
+
+/// What the ring had.
+struct Recent {
+    blocks: Vec<Arc<Block>>,
+    /// Whether there is more.
+    more: bool,
+}
+
+impl Registry {
+    fn group(&mut self, range: &KeyRange) -> &mut Group {
+        match (range, range.as_prefix()) {
+            (KeyRange::One(key), _) => self.keys.entry(key.clone()).or_default(),
+            (_, Some(prefix)) => {
+                self.prefixes.entry(prefix.len()).or_default().entry(prefix.clone()).or_default()
+            }
+            (_, None) => self.others.entry(range.clone()).or_default(),
+        }
+    }
+
+    fn add(&mut self, range: &KeyRange, cell: Arc<Cell>) {
+        let group = self.group(range);
+        cell.place.store(group.cells.len(), Ordering::Relaxed);
+        group.cells.push(cell);
+        self.count += 1;
+    }
+
+    fn remove(&mut self, range: &KeyRange, cell: &Cell) {
+        let place = cell.place.load(Ordering::Relaxed);
+        let group = self.group(range);
+        group.cells.swap_remove(place);
+        if let Some(moved) = group.cells.get(place) {
+            moved.place.store(place, Ordering::Relaxed);
+        }
+        if group.cells.is_empty() {
+            self.forget(range);
+        }
+        self.count -= 1;
+    }
+
+    fn forget(&mut self, range: &KeyRange) {
+        match (range, range.as_prefix()) {
+            (KeyRange::One(key), _) => drop(self.keys.remove(key)),
+            (_, Some(prefix)) => {
+                if let Some(same_length) = self.prefixes.get_mut(&prefix.len()) {
+                    same_length.remove(prefix);
+                    if same_length.is_empty() {
+                        self.prefixes.remove(&prefix.len());
+                    }
+                }
+            }
+            (_, None) => drop(self.others.remove(range)),
+        }
+    }
+
+    /// Tells the watchers of a block's keys. Within a block the first event of a group decides, so a
+    /// group that was told once is not looked at again.
+    fn mark(&self, block: &Block) {
+        let mut told: Vec<*const Group> = Vec::new();
+        let mut tell = |group: &Group, revision: Revision| {
+            if !told.contains(&std::ptr::from_ref(group)) {
+                // A block touches few groups many times, or many groups once each: past a few, telling
+                // a group twice is cheaper than remembering it.
+                if told.len() < 16 {
+                    told.push(std::ptr::from_ref(group));
+                }
+                group.mark(revision);
+            }
+        };
+        for event in &block.events {
+            let key = event.key();
+            if let Some(group) = self.keys.get(key) {
+                tell(group, event.revision);
+            }
+            for (&length, same_length) in &self.prefixes {
+                let Some(prefix) = key.get(..length) else { break };
+                if let Some(group) = same_length.get(prefix) {
+                    tell(group, event.revision);
+                }
+            }
+            for (range, group) in &self.others {
+                if range.contains(key) {
+                    tell(group, event.revision);
+                }
+            }
+        }
+    }
+
+    fn groups(&self) -> impl Iterator<Item = &Group> {
+        let prefixes = self.prefixes.values().flat_map(HashMap::values);
+        self.keys.values().chain(prefixes).chain(self.others.values())
+    }
+
+    fn mark_all(&self, from: Revision) {
+        self.groups().for_each(|group| group.mark(from));
+    }
+
+    fn wake_all(&self) {
+        self.groups().flat_map(|group| &group.cells).for_each(|cell| cell.wake.notify_one());
+    }
+}
+
+impl Group {
+    fn mark(&self, revision: Revision) {
+        self.cells.iter().for_each(|cell| cell.owe(revision));
+    }
+}
+
+impl Cell {
+    fn owe(&self, revision: Revision) {
+        if self.owed.fetch_min(revision.0, Ordering::AcqRel) == NOTHING {
+            self.wake.notify_one();
+        }
+    }
+}
+
+/// What to watch for.
+#[derive(Debug, Clone)]
+pub struct WatchOptions {
+    /// From which revision on; `None` for "from now on". It may lie in the future.
+    pub from: Option<Revision>,
+    /// Whether events should carry the key as it was before.
+    pub previous: bool,
+    /// Leave out puts.
+    pub no_puts: bool,
+    /// Leave out deletes.
+    pub no_deletes: bool,
+}
+
+impl Default for WatchOptions {
+    /// Everything, from now on.
+    fn default() -> Self {
+        Self { from: None, previous: true, no_puts: false, no_deletes: false }
+    }
+}
+
+/// Why a watch ended.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum WatchError {
+    /// That history is gone: list again and watch from there.
+    #[error("revision {asked} was compacted, the oldest kept is {oldest}")]
+    Compacted {
+        /// The next revision it needed.
+        asked: Revision,
+        /// The oldest that can be watched from.
+        oldest: Revision,
+    },
+    /// The store is closed.
+    #[error("the store is closed")]
+    Closed,
+    /// The history in the file cannot be read.
+    #[error("cannot read the history")]
+    Unreadable(#[source] KvError),
+}
+
+/// Follows the changes of a range of keys. Dropping it ends the watch.
+#[derive(Debug)]
+pub struct Watcher {
+    shared: Arc<Shared>,
+    db: Db,
+    cell: Arc<Cell>,
+    range: KeyRange,
+    options: WatchOptions,
+    /// Everything before was handed out.
+    next: Revision,
+}
+
+impl Watcher {
+    pub(crate) fn new(
+        shared: Arc<Shared>,
+        db: Db,
+        range: KeyRange,
+        options: WatchOptions,
+    ) -> Result<Self, WatchError> {
+        let cell = Arc::new(Cell {
+            owed: AtomicU64::new(NOTHING),
+            wake: Notify::new(),
+            place: AtomicUsize::new(0),
+        });
+        // From here on nothing new is missed; what is older is owed.
+        shared.hub.registry.lock().add(&range, Arc::clone(&cell));
+        let (current, oldest) = {
+            let index = shared.index.read();
+            (index.revision, index.compacted)
+        };
+        let next = options.from.unwrap_or(current.next());
+        if next <= current {
+            cell.owe(next);
+        }
+        let watcher = Self { shared, db, cell, range, options, next };
+        if next < oldest {
+            return Err(WatchError::Compacted { asked: next, oldest });
+        }
+        Ok(watcher)
+    }
+
+    /// The next events, in order, whole transactions only.
+    ///
+    /// Cancel safety: a dropped future loses nothing.
+    pub async fn next(&mut self) -> Result<Batch, WatchError> {
+        loop {
+            tokio::task::coop::consume_budget().await;
+            if self.shared.hub.closed.load(Ordering::Acquire) {
+                return Err(WatchError::Closed);
+            }
+            let owed = self.cell.owed.load(Ordering::Acquire);
+            if owed == NOTHING {
+                self.cell.wake.notified().await;
+                continue;
+            }
+            let batch = self.read(Revision(owed).max(self.next)).await?;
+            if batch.iter().next().is_some() {
+                return Ok(batch);
+            }
+        }
+    }
+
+    /// Everything up to this revision was handed out, or does not concern this watcher.
+    pub fn progress(&self) -> Revision {
+        // The order matters: what is marked after this load may be owed, what was before is.
+        let marked = Revision(self.shared.hub.marked.load(Ordering::Acquire));
+        let done = Revision(self.next.0.saturating_sub(1));
+        match self.cell.owed.load(Ordering::Acquire) {
+            NOTHING => marked.max(done),
+            _ => done,
+        }
+    }
+
+    async fn read(&mut self, from: Revision) -> Result<Batch, WatchError> {
+        // What is marked from here on is owed again; what was marked before is in what we read now.
+        self.cell.owed.store(NOTHING, Ordering::Release);
+        let Recent { blocks, more } = match self.shared.hub.recent(from, BATCH_BYTES) {
+            Some(recent) => recent,
+            None => {
+                // Reading the file may be cancelled: until it is done the debt stands.
+                self.cell.owe(from);
+                Recent { blocks: vec![Arc::new(self.history(from).await?)], more: true }
+            }
+        };
+        if let Some(last) = blocks.last() {
+            self.next = self.next.max(last.last.next());
+        }
+        if more {
+            self.cell.owe(self.next);
+        }
+        let (range, options) = (self.range.clone(), self.options.clone());
+        Ok(Batch { blocks, from, range, options })
+    }
+
+    /// Reads rows from the file, keeping what concerns this watcher.
+    async fn history(&self, from: Revision) -> Result<Block, WatchError> {
+        let (shared, range) = (Arc::clone(&self.shared), self.range.clone());
+        let previous = self.options.previous;
+        let read =
+            self.db.read(move |c| Ok(read_history(c, &shared, from, &range, previous))).await;
+        let compacted = self.shared.index.read().compacted;
+        if from < compacted {
+            return Err(WatchError::Compacted { asked: from, oldest: compacted });
+        }
+        match read {
+            Ok(Ok(block)) => Ok(block),
+            Ok(Err(error)) => Err(WatchError::Unreadable(error.into())),
+            Err(error) => Err(WatchError::Unreadable(KvError::Unreadable(error.to_string()))),
+        }
+    }
+}
+
+impl Drop for Watcher {
+    fn drop(&mut self) {
+        self.shared.hub.registry.lock().remove(&self.range, &self.cell);
+    }
+}
+
+fn read_history(
+    connection: &rusqlite::Connection,
+    shared: &Shared,
+    from: Revision,
+    range: &KeyRange,
+    previous: bool,
+) -> Result<Block, FetchError> {
+    let sql = "SELECT revision, body FROM event WHERE revision >= ?1 ORDER BY revision LIMIT ?2";
+    let mut select = connection.prepare_cached(sql)?;
+    let mut rows = select.query((from.0.cast_signed(), HISTORY_ROWS))?;
+    let mut events = Vec::new();
+    let (mut last, mut bytes) = (from, 0);
+    while let Some(row) = rows.next()? {
+        if bytes > BATCH_BYTES {
+            break;
+        }
+        last = Revision(row.get::<_, i64>(0)?.cast_unsigned());
+        let body = row.get_ref(1)?.as_blob().map_err(rusqlite::Error::from)?;
+        bytes += body.len();
+        codec::decode(last, body, |event| {
+            if range.contains(event.key()) {
+                events.push(event);
+            }
+        })
+        .map_err(FetchError::Damaged)?;
+    }
+    if previous {
+        for event in &mut events {
+            let before = shared.index.read().before(event.key(), event.revision);
+            if let Some(Found::InRow(key, revision)) = before {
+                match fetch(connection, &key, revision) {
+                    Ok(before) => event.previous = Some(before),
+                    Err(FetchError::Missing(_)) => {} // compacted
+                    Err(other) => return Err(other),
+                }
+            }
+        }
+    }
+    Ok(Block::new(last, events))
+}
+
+/// Some events for one watcher. They are shared with other watchers, not copied.
+#[derive(Debug, Clone)]
+pub struct Batch {
+    blocks: Vec<Arc<Block>>,
+    from: Revision,
+    range: KeyRange,
+    options: WatchOptions,
+}
+
+impl Batch {
+    /// The events, in order.
+    pub fn iter(&self) -> impl Iterator<Item = &Event> {
+        let events = self.blocks.iter().flat_map(|block| &block.events);
+        events.filter(|event| {
+            event.revision >= self.from
+                && match event.change {
+                    Change::Put(_) => !self.options.no_puts,
+                    Change::Delete { .. } => !self.options.no_deletes,
+                }
+                && self.range.contains(event.key())
+        })
+    }
+}

@@ -1,0 +1,120 @@
+//! What the store promises, told as stories.
+
+use std::path::Path;
+use std::time::Duration;
+
+use vedetta_core::{KeyRange, Revision};
+use vedetta_db::Db;
+use vedetta_kv::{
+    Cause, Change, Delete, KvError, Options, Put, Range, SCHEMA, Store, WatchOptions,
+};
+
+async fn open(folder: &Path) -> Store {
+    let mut options = vedetta_db::Options::new(folder.join("vedetta.db"));
+    options.ballast = 0;
+    Store::open(Db::open(&options, &[SCHEMA]).unwrap(), Options::default()).await.unwrap()
+}
+
+async fn get(store: &Store, key: &'static str) -> Option<String> {
+    let found = store.range(Range::new(KeyRange::One(key.into()))).await.unwrap();
+    found.keys.first().map(|key| String::from_utf8_lossy(&key.value).into_owned())
+}
+
+async fn get_at(store: &Store, key: &'static str, at: u64) -> Result<Option<String>, KvError> {
+    let mut range = Range::new(KeyRange::One(key.into()));
+    range.at = Some(Revision(at));
+    let found = store.range(range).await?;
+    Ok(found.keys.first().map(|key| String::from_utf8_lossy(&key.value).into_owned()))
+}
+
+#[tokio::test]
+async fn what_is_put_is_there_after_a_restart_and_so_is_its_past() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = open(folder.path()).await;
+    for value in ["one", "two", "three"] {
+        store.put(Put::new("k", value)).await.unwrap();
+    }
+    store.delete(Delete { range: KeyRange::One("k".into()), previous: false }).await.unwrap();
+    store.put(Put::new("k", "again")).await.unwrap();
+    for _ in 0..2 {
+        let store = open_again(&store, folder.path()).await;
+        assert_eq!(store.status().revision, Revision(6));
+        assert_eq!(get(&store, "k").await.as_deref(), Some("again"));
+        assert_eq!(get_at(&store, "k", 3).await.unwrap().as_deref(), Some("two"));
+        assert_eq!(get_at(&store, "k", 5).await.unwrap(), None);
+        store.close().await;
+    }
+}
+
+async fn open_again(store: &Store, folder: &Path) -> Store {
+    store.close().await;
+    open(folder).await
+}
+
+#[tokio::test]
+async fn a_watcher_sees_everything_in_order_and_resumes_after_a_restart() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = open(folder.path()).await;
+    let mut live = store.watch(KeyRange::prefix("a/"), WatchOptions::default()).unwrap();
+    for n in 0..100 {
+        store.put(Put::new(format!("a/{}", n % 7), format!("{n}"))).await.unwrap();
+        store.put(Put::new(format!("b/{n}"), "x")).await.unwrap();
+    }
+    let mut seen = Vec::new();
+    while seen.len() < 100 {
+        let batch = live.next().await.unwrap();
+        seen.extend(batch.iter().cloned());
+    }
+    drop(live);
+    let store = open_again(&store, folder.path()).await;
+    let from = WatchOptions { from: Some(Revision(2)), ..WatchOptions::default() };
+    let mut resumed = store.watch(KeyRange::prefix("a/"), from).unwrap();
+    let mut again = Vec::new();
+    while again.len() < 100 {
+        again.extend(resumed.next().await.unwrap().iter().cloned());
+    }
+    assert_eq!(seen, again);
+    assert_eq!(seen[50].previous.as_ref().unwrap().value, "43");
+    store.close().await;
+}
+
+#[tokio::test]
+async fn a_lease_takes_its_keys_along_in_one_revision() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = open(folder.path()).await;
+    let lease = store.grant(None, Duration::from_millis(50)).await.unwrap();
+    for key in ["x", "y"] {
+        store.put(Put::new(key, "v").lease(lease)).await.unwrap();
+    }
+    let from = WatchOptions { from: Some(Revision(4)), ..WatchOptions::default() };
+    let mut watcher = store.watch(KeyRange::all(), from).unwrap();
+    let gone = watcher.next().await.unwrap();
+    let gone: Vec<_> = gone.iter().collect();
+    assert_eq!(gone.len(), 2);
+    for event in gone {
+        assert_eq!(event.revision, Revision(4));
+        assert!(matches!(event.change, Change::Delete { cause: Cause::Expired, .. }));
+    }
+    assert!(matches!(store.keep_alive(lease).await, Err(KvError::LeaseNotFound(_))));
+    store.close().await;
+}
+
+#[tokio::test]
+async fn compaction_drops_the_past_and_keeps_the_present() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut store = open(folder.path()).await;
+    for n in 0..1000 {
+        store.put(Put::new(format!("k{}", n % 10), format!("{n}"))).await.unwrap();
+    }
+    store.compact(Revision(900), true).await.unwrap();
+    for _ in 0..2 {
+        assert!(matches!(get_at(&store, "k1", 899).await, Err(KvError::Compacted { .. })));
+        assert_eq!(get_at(&store, "k1", 900).await.unwrap().as_deref(), Some("891"));
+        assert_eq!(get(&store, "k1").await.as_deref(), Some("991"));
+        let from = WatchOptions { from: Some(Revision(900)), ..WatchOptions::default() };
+        let mut watcher = store.watch(KeyRange::all(), from).unwrap();
+        assert_eq!(watcher.next().await.unwrap().iter().next().unwrap().revision, Revision(900));
+        store = open_again(&store, folder.path()).await;
+    }
+    store.close().await;
+}
