@@ -65,16 +65,12 @@ fn links(text: &str) -> Vec<&str> {
         if let Some((_, target)) = line.strip_prefix('[').and_then(|rest| rest.split_once("]: ")) {
             found.push(first_word(target));
         }
-        // A link does not span code; its text may, so the target is looked for behind any `](`.
-        let mut rest = line;
-        while let Some(at) = rest.find("](") {
-            let in_code = rest[..at].matches('`').count() % 2 == 1;
-            let target = &rest[at + 2..];
-            let end = target.find(')').unwrap_or(target.len());
+        for (at, _) in line.match_indices("](") {
+            let in_code = line[..at].matches('`').count() % 2 == 1;
+            let target = &line[at + 2..];
             if !in_code {
-                found.push(first_word(&target[..end]));
+                found.push(first_word(target.split(')').next().unwrap_or_default()));
             }
-            rest = &target[end..];
         }
     }
     found
@@ -103,7 +99,7 @@ fn a_link_to_a_file_that_is_not_there_is_a_fault() {
 
 #[test]
 fn addresses_places_on_the_page_and_code_are_not_files() {
-    let text = "[web](https://example.org/a) [mail](mailto:a@example.org) [here](#choice) `[code](gone.md)`\n\
+    let text = "[web](https://example.org/a) [mail](mailto:a@example.org) [here](#choice) `[a](gone.md) [b](gone.md)`\n\
         ```text\n[block](gone.md)\n```\n";
     assert_eq!(broken_links(Path::new("a.md"), text, |_| false), Vec::<String>::new());
 }
