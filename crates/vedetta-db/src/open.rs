@@ -18,7 +18,7 @@ use crate::folder::{parent, sync_folder};
 use crate::readers::{ReadError, Readers};
 use crate::space::Space;
 use crate::wal::WalKeeper;
-use crate::writer::{CommitError, Message, Mirror, Purpose, Stop, Task, WriteError, Writer};
+use crate::writer::{CommitError, Message, Mirror, Purpose, Stop, Task, Tx, WriteError, Writer};
 
 /// "VEDT": tells our files from other SQLite files.
 const APPLICATION: i64 = 0x5645_4454;
@@ -191,6 +191,7 @@ impl Db {
             size: Arc::clone(&size),
             mirrors: Vec::new(),
             halted: false,
+            since_measured: 0,
             answer_early: options.torture.answer_early,
         };
         let thread = std::thread::Builder::new()
@@ -219,7 +220,7 @@ impl Db {
     /// Cancel safety: a future dropped after its first poll may still be stored.
     pub async fn write<T, E, F>(&self, purpose: Purpose, work: F) -> Result<T, WriteError<E>>
     where
-        F: FnOnce(&Connection) -> Result<T, Stop<E>> + Send + 'static,
+        F: FnOnce(&Tx<'_>) -> Result<T, Stop<E>> + Send + 'static,
         T: Send + 'static,
         E: Send + 'static,
     {
@@ -232,7 +233,7 @@ impl Db {
     /// [`Db::write`] for a thread of one's own; it panics on a thread that drives a runtime.
     pub fn write_blocking<T, E, F>(&self, purpose: Purpose, work: F) -> Result<T, WriteError<E>>
     where
-        F: FnOnce(&Connection) -> Result<T, Stop<E>> + Send + 'static,
+        F: FnOnce(&Tx<'_>) -> Result<T, Stop<E>> + Send + 'static,
         T: Send + 'static,
         E: Send + 'static,
     {

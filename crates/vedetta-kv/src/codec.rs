@@ -41,9 +41,9 @@ enum Stored<'a> {
     },
 }
 
-/// Writes the row of `revision` into `row`, replacing what was there.
+/// Appends the row of `revision` to `row`.
 pub(crate) fn encode(revision: Revision, events: &[Event], row: &mut Vec<u8>) {
-    row.clear();
+    let start = row.len();
     row.extend_from_slice(&[FORMAT, 0, 0, 0, 0]);
     let mut out = std::mem::take(row);
     let mut append = |value: &dyn Fn(Vec<u8>) -> postcard::Result<Vec<u8>>| {
@@ -66,8 +66,8 @@ pub(crate) fn encode(revision: Revision, events: &[Event], row: &mut Vec<u8>) {
         append(&|row| postcard::to_extend(&stored, row));
     }
     *row = out;
-    let crc = checksum(revision, &row[HEADER..]);
-    row[1..HEADER].copy_from_slice(&crc.to_le_bytes());
+    let crc = checksum(revision, &row[start + HEADER..]);
+    row[start + 1..start + HEADER].copy_from_slice(&crc.to_le_bytes());
 }
 
 /// Reads a row back, handing each event to `each`. `previous` is left empty: it is in another row.
@@ -165,7 +165,7 @@ mod tests {
     fn a_row_comes_back_as_it_was_written() {
         let mut row = vec![9; 100];
         encode(Revision(7), &sample(), &mut row);
-        assert_eq!(read(7, &row).unwrap(), sample());
+        assert_eq!(read(7, &row[100..]).unwrap(), sample());
     }
 
     #[test]

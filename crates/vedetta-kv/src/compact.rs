@@ -15,7 +15,7 @@ use bytes::Bytes;
 use rusqlite::{Connection, OptionalExtension as _};
 use tokio::sync::oneshot;
 use vedetta_core::Revision;
-use vedetta_db::{Db, Purpose, Stop, WriteError, failpoint, rusqlite};
+use vedetta_db::{Db, Purpose, Stop, Tx, WriteError, failpoint, rusqlite};
 
 use crate::codec;
 use crate::index::Index;
@@ -133,7 +133,7 @@ impl Sweep {
 
     fn carry_out(&self, plan: Plan) -> Result<(), SweepError> {
         let Plan { rows, meta, passed, .. } = plan;
-        let write = move |connection: &Connection| {
+        let write = move |connection: &Tx<'_>| {
             for (revision, body) in rows {
                 let revision = revision.0.cast_signed();
                 match body {

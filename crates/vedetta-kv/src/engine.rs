@@ -5,11 +5,10 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use rusqlite::Connection;
 use vedetta_core::{KeyRange, Revision};
-use vedetta_db::{Stop, rusqlite};
+use vedetta_db::{Stop, Tx};
 
-use crate::codec::{self, packed};
+use crate::codec::packed;
 use crate::index::{Found, Index};
 use crate::lease::Leases;
 use crate::pending::{LeaseChange, Pending};
@@ -26,7 +25,7 @@ const DEPTH: usize = 32;
 
 /// One closure's view of the store: what is published, what waits, and its own revision.
 pub(crate) struct Engine<'a> {
-    pub(crate) connection: &'a Connection,
+    pub(crate) tx: &'a Tx<'a>,
     pub(crate) index: &'a Index,
     pub(crate) pending: &'a mut Pending,
     pub(crate) leases: &'a Leases,
@@ -48,12 +47,12 @@ fn refuse<T>(why: KvError) -> Evaluated<T> {
 
 impl<'a> Engine<'a> {
     pub(crate) fn new(
-        connection: &'a Connection,
+        tx: &'a Tx<'a>,
         index: &'a Index,
         pending: &'a mut Pending,
         leases: &'a Leases,
     ) -> Self {
-        Self { connection, index, pending, leases, making: None }
+        Self { tx, index, pending, leases, making: None }
     }
 
     /// The revision the changes go into; there is one per transaction.
@@ -68,17 +67,12 @@ impl<'a> Engine<'a> {
             .revision
     }
 
-    /// Appends the row of the revision made, if any. The next change begins another.
-    pub(crate) fn seal(&mut self) -> rusqlite::Result<Revision> {
-        let Some(Making { revision, first }) = self.making.take() else {
-            return Ok(self.pending.revision);
-        };
-        let Pending { events, row, .. } = &mut *self.pending;
-        codec::encode(revision, &events[first..], row);
-        let sql = "INSERT INTO event (revision, body) VALUES (?1, ?2)";
-        let mut insert = self.connection.prepare_cached(sql)?;
-        insert.execute((revision.0.cast_signed(), &row[..]))?;
-        Ok(revision)
+    /// Ends the revision being made, if any; the next change begins another.
+    pub(crate) fn seal(&mut self) -> Revision {
+        if let Some(Making { revision, first }) = self.making.take() {
+            self.pending.seal(revision, first);
+        }
+        self.pending.revision
     }
 
     pub(crate) fn put(&mut self, put: &Put) -> Evaluated<PutDone> {
@@ -135,7 +129,10 @@ impl<'a> Engine<'a> {
     }
 
     fn values(&self, found: Vec<Found>) -> Evaluated<Vec<Arc<KeyValue>>> {
-        range::fetch_all(found, self.connection).map_err(|error| match error {
+        if found.iter().all(|found| matches!(found, Found::Here(_))) {
+            return Ok(range::all_here(found));
+        }
+        range::fetch_all(found, self.tx).map_err(|error| match error {
             FetchError::Sql(error) => Stop::Sql(error),
             other => Stop::Refused(other.into()),
         })
@@ -190,7 +187,7 @@ impl<'a> Engine<'a> {
             }
         }
         self.pending.leases.push(LeaseChange::Ended { id });
-        self.connection.prepare_cached("DELETE FROM lease WHERE id = ?1")?.execute([id.get()])?;
+        self.tx.prepare_cached("DELETE FROM lease WHERE id = ?1")?.execute([id.get()])?;
         Ok(())
     }
 }

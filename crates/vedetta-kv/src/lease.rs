@@ -102,7 +102,7 @@ impl Leases {
         if let Some(id) = key.lease
             && let Some(lease) = self.state.lock().live.get_mut(&id)
         {
-            lease.keys.insert(key.key.clone());
+            lease.keys.insert(Bytes::copy_from_slice(&key.key));
         }
     }
 
@@ -244,7 +244,8 @@ impl State {
             lease.keys.remove(event.key());
         }
         if let Some(lease) = now.and_then(|id| self.live.get_mut(&id)) {
-            lease.keys.insert(event.key().clone());
+            // A copy: a slice of the value's allocation would keep the value.
+            lease.keys.insert(Bytes::copy_from_slice(event.key()));
         }
     }
 

@@ -76,6 +76,15 @@ pub(crate) fn fetch(
     wanted.ok_or(FetchError::Missing(revision))
 }
 
+/// The values, when all are in memory.
+pub(crate) fn all_here(found: Vec<Found>) -> Vec<Arc<KeyValue>> {
+    let here = |found| match found {
+        Found::Here(now) => Some(now),
+        Found::InRow(..) => None,
+    };
+    found.into_iter().filter_map(here).collect()
+}
+
 /// Gets the values that are not in memory.
 pub(crate) fn fetch_all(
     found: Vec<Found>,
