@@ -21,6 +21,20 @@ pub(crate) fn rate(count: u64, time: Duration) -> f64 {
     count as f64 / time.as_secs_f64()
 }
 
+/// CPU time used so far by the threads of this process with that name.
+pub(crate) fn cpu_of(thread: &str) -> anyhow::Result<Duration> {
+    let mut total = Duration::ZERO;
+    for task in std::fs::read_dir("/proc/self/task")? {
+        let task = task?.path();
+        if std::fs::read_to_string(task.join("comm"))?.trim() == thread {
+            let line = std::fs::read_to_string(task.join("schedstat"))?;
+            let ran: u64 = line.split_whitespace().next().unwrap_or("0").parse()?;
+            total += Duration::from_nanos(ran);
+        }
+    }
+    Ok(total)
+}
+
 /// Resident memory of this process in bytes.
 pub(crate) fn resident() -> anyhow::Result<u64> {
     let statm = std::fs::read_to_string("/proc/self/statm")?;

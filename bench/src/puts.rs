@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
 use vedetta_kv::Put;
 
-use crate::figures::{median, rate};
+use crate::figures::{cpu_of, median, rate};
 use crate::floor::Floor;
 use crate::setup;
 
@@ -35,9 +35,13 @@ pub(crate) struct Args {
 
 pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
     let time = Duration::from_secs_f64(args.seconds);
-    println!("{:>8} {:>12} {:>12} {:>7}", "callers", "floor/s", "vedetta/s", "ratio");
+    println!(
+        "{:>8} {:>12} {:>12} {:>7} {:>20}",
+        "callers", "floor/s", "vedetta/s", "ratio", "writer CPU per put"
+    );
     for &callers in &args.callers {
-        let (mut floors, mut ours, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut floors, mut ours, mut ratios, mut cpus) =
+            (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         for _ in 0..args.rounds {
             let folder = setup::folder()?;
             let floor = Arc::new(Floor::open(folder.path())?);
@@ -63,16 +67,20 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
                 }
             })
             .await;
+            let puts = store.status().revision.0;
+            #[expect(clippy::cast_precision_loss, reason = "figures for people")]
+            cpus.push(cpu_of("vedetta-writer")?.as_secs_f64() * 1e6 / puts as f64);
             store.close().await;
             floors.push(floor_rate);
             ours.push(our_rate);
             ratios.push(our_rate / floor_rate);
         }
         println!(
-            "{callers:>8} {:>12.0} {:>12.0} {:>7.2}",
+            "{callers:>8} {:>12.0} {:>12.0} {:>7.2} {:>17.1} µs",
             median(&mut floors),
             median(&mut ours),
-            median(&mut ratios)
+            median(&mut ratios),
+            median(&mut cpus)
         );
     }
     Ok(())

@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use parking_lot::Mutex;
 use rusqlite::config::DbConfig;
 use rusqlite::{Connection, OpenFlags, OptionalExtension as _};
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 
 use crate::folder::{parent, sync_folder};
 use crate::readers::{ReadError, Readers};
@@ -155,6 +155,8 @@ pub struct Db {
 struct Inner {
     queue: mpsc::Sender<Message>,
     readers: Readers,
+    /// One for each connection that reads.
+    turns: Arc<Semaphore>,
     size: Arc<AtomicU64>,
     file: PathBuf,
     restored: bool,
@@ -174,8 +176,9 @@ impl Db {
         migrate(&connection, schemas).map_err(sql)?;
         let restored = has_table(&connection, "vedetta_backup").map_err(sql)?;
 
-        let mut readers = Vec::with_capacity(options.readers);
-        for _ in 0..options.readers.max(1) {
+        let count = options.readers.max(1);
+        let mut readers = Vec::with_capacity(count);
+        for _ in 0..count {
             readers.push(options.connect(OpenFlags::SQLITE_OPEN_READ_ONLY).map_err(sql)?);
         }
         let checkpoints = options.connect(OpenFlags::SQLITE_OPEN_READ_WRITE).map_err(sql)?;
@@ -207,6 +210,7 @@ impl Db {
             inner: Arc::new(Inner {
                 queue,
                 readers: Readers::new(readers),
+                turns: Arc::new(Semaphore::new(count)),
                 size,
                 file: options.file.clone(),
                 restored,
@@ -250,7 +254,13 @@ impl Db {
         T: Send + 'static,
     {
         let inner = Arc::clone(&self.inner);
-        match tokio::task::spawn_blocking(move || inner.readers.read(work)).await {
+        // Threads are only taken by those who will get a connection at once.
+        let turn = Arc::clone(&inner.turns).acquire_owned().await;
+        let read = move || {
+            let _turn = turn;
+            inner.readers.read(work)
+        };
+        match tokio::task::spawn_blocking(read).await {
             Ok(answer) => answer,
             Err(stopped) => std::panic::resume_unwind(stopped.into_panic()),
         }
