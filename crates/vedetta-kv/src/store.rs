@@ -255,7 +255,10 @@ impl Store {
     pub async fn put(&self, put: Put) -> Result<PutDone, KvError> {
         engine::check_put(&put, &self.options.limits)?;
         self.check_quota()?;
-        self.evaluate(Purpose::Store, move |engine| engine.put(&put)).await
+        // The request comes back to be freed here, not on the writer thread.
+        let put = move |engine: &mut Engine<'_>| Ok((engine.put(&put)?, put));
+        let (done, _put) = self.evaluate(Purpose::Store, put).await?;
+        Ok(done)
     }
 
     /// Removes keys.

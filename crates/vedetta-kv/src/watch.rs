@@ -128,13 +128,6 @@ impl Hub {
             let mut ring = self.ring.write();
             ring.bytes += block.bytes;
             ring.blocks.push_back(Arc::new(block));
-            while ring.bytes > RING_BYTES
-                && ring.blocks.len() > 1
-                && let Some(oldest) = ring.blocks.pop_front()
-            {
-                ring.bytes -= oldest.bytes;
-                ring.first = oldest.last.next();
-            }
         }
         self.nudge.lock().published = last;
         self.nudged.notify_one();
@@ -159,9 +152,25 @@ impl Hub {
                 }
             }
             self.marked.store(marked.0, Ordering::Release);
+            self.trim();
         }
         self.closed.store(true, Ordering::Release);
         self.registry.lock().wake_all();
+    }
+
+    /// Forgets the oldest blocks. Not done when publishing: freeing them would hold up the writer.
+    fn trim(&self) {
+        let mut forgotten = Vec::new();
+        let mut ring = self.ring.write();
+        while ring.bytes > RING_BYTES
+            && ring.blocks.len() > 1
+            && let Some(oldest) = ring.blocks.pop_front()
+        {
+            ring.bytes -= oldest.bytes;
+            ring.first = oldest.last.next();
+            forgotten.push(oldest);
+        }
+        drop(ring);
     }
 
     fn wait_beyond(&self, marked: Revision) -> Option<Revision> {
