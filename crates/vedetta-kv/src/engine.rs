@@ -2,17 +2,16 @@
 
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
-use std::sync::Arc;
 
 use bytes::Bytes;
 use vedetta_core::{KeyRange, Revision};
 use vedetta_db::{Stop, Tx};
 
-use crate::codec::packed;
 use crate::index::{Found, Index};
 use crate::lease::Leases;
 use crate::pending::{LeaseChange, Pending};
 use crate::range::{self, FetchError, lease_number};
+use crate::record::Stamps;
 use crate::request::{
     Compare, CompareOp, CompareTarget, Delete, Deleted, KvError, Op, OpReply, Put, PutDone,
     PutLease, PutValue, Range, Ranged, Txn, TxnDone,
@@ -79,12 +78,12 @@ impl<'a> Engine<'a> {
         let before = self.pending.latest(self.index, &put.key);
         let missing = || Stop::Refused(KvError::KeyNotFound(put.key.clone()));
         let value = match &put.value {
-            PutValue::Set(value) => value,
-            PutValue::Keep => &before.as_ref().ok_or_else(missing)?.value,
+            PutValue::Set(value) => &value[..],
+            PutValue::Keep => before.as_ref().ok_or_else(missing)?.value(),
         };
         let lease = match put.lease {
             PutLease::Set(lease) => lease,
-            PutLease::Keep => before.as_ref().ok_or_else(missing)?.lease,
+            PutLease::Keep => before.as_ref().ok_or_else(missing)?.lease(),
         };
         if let Some(lease) = lease
             && !self.has_lease(lease)
@@ -92,13 +91,13 @@ impl<'a> Engine<'a> {
             return refuse(KvError::LeaseNotFound(lease));
         }
         let revision = self.making();
-        let now = Arc::new(KeyValue {
-            created: before.as_ref().map_or(revision, |before| before.created),
+        let stamps = Stamps {
+            created: before.as_ref().map_or(revision, KeyValue::created),
             modified: revision,
-            version: before.as_ref().map_or(0, |before| before.version) + 1,
+            version: before.as_ref().map_or(0, KeyValue::version) + 1,
             lease,
-            ..packed(&put.key, value)
-        });
+        };
+        let now = KeyValue::pack(stamps, &put.key, value, &mut self.pending.scratch);
         let previous = put.previous.then(|| before.clone()).flatten();
         self.pending.record(Event { revision, change: Change::Put(now), previous: before });
         Ok(PutDone { revision, previous })
@@ -114,21 +113,21 @@ impl<'a> Engine<'a> {
         Ok(Deleted { revision: self.pending.revision, count, previous })
     }
 
-    fn remove(&mut self, before: Arc<KeyValue>, cause: Cause) {
+    fn remove(&mut self, before: KeyValue, cause: Cause) {
         let revision = self.making();
-        let change = Change::Delete { key: before.key.clone(), cause };
+        let change = Change::Delete { key: Bytes::copy_from_slice(before.key()), cause };
         self.pending.record(Event { revision, change, previous: Some(before) });
     }
 
     /// The keys of a range, as they are now.
-    fn now(&self, range: &KeyRange) -> Evaluated<Vec<Arc<KeyValue>>> {
+    fn now(&self, range: &KeyRange) -> Evaluated<Vec<KeyValue>> {
         if let KeyRange::One(key) = range {
             return Ok(self.pending.latest(self.index, key).into_iter().collect());
         }
         self.values(self.pending.collect(self.index, range, self.pending.revision))
     }
 
-    fn values(&self, found: Vec<Found>) -> Evaluated<Vec<Arc<KeyValue>>> {
+    fn values(&self, found: Vec<Found>) -> Evaluated<Vec<KeyValue>> {
         if found.iter().all(|found| matches!(found, Found::Here(_))) {
             return Ok(range::all_here(found));
         }
@@ -192,14 +191,14 @@ impl<'a> Engine<'a> {
     }
 }
 
-fn holds_for(compare: &Compare, key: Option<&Arc<KeyValue>>) -> bool {
+fn holds_for(compare: &Compare, key: Option<&KeyValue>) -> bool {
     let order = match &compare.target {
-        CompareTarget::Version(want) => key.map_or(0, |key| key.version).cmp(want),
-        CompareTarget::Created(want) => key.map_or(Revision(0), |key| key.created).cmp(want),
-        CompareTarget::Modified(want) => key.map_or(Revision(0), |key| key.modified).cmp(want),
-        CompareTarget::Lease(want) => lease_number(key.and_then(|key| key.lease)).cmp(want),
+        CompareTarget::Version(want) => key.map_or(0, KeyValue::version).cmp(want),
+        CompareTarget::Created(want) => key.map_or(Revision(0), KeyValue::created).cmp(want),
+        CompareTarget::Modified(want) => key.map_or(Revision(0), KeyValue::modified).cmp(want),
+        CompareTarget::Lease(want) => lease_number(key.and_then(KeyValue::lease)).cmp(want),
         CompareTarget::Value(want) => match key {
-            Some(key) => key.value.cmp(want),
+            Some(key) => key.value().cmp(&want[..]),
             None => return false,
         },
     };

@@ -9,7 +9,6 @@
 use std::collections::BTreeMap;
 use std::hash::BuildHasher as _;
 use std::ops::Bound;
-use std::sync::Arc;
 
 use bytes::Bytes;
 use hashbrown::{DefaultHashBuilder, HashTable};
@@ -39,17 +38,11 @@ pub(crate) struct Index {
 struct Chain {
     /// The last change.
     stamp: Stamp,
-    head: Head,
+    /// The key now; when it is gone, nothing but its name.
+    head: KeyValue,
     /// Earlier changes, oldest first. Boxed: most keys have none, and a key should be small.
     #[expect(clippy::box_collection, reason = "8 bytes instead of 24 in every key")]
     older: Option<Box<Vec<Stamp>>>,
-}
-
-#[derive(Debug, Clone)]
-enum Head {
-    Live(Arc<KeyValue>),
-    /// The key, in an allocation of its own: a slice of a value's would keep the value.
-    Gone(Arc<Box<[u8]>>),
 }
 
 /// A revision in which a key changed, and whether it was deleted then.
@@ -68,12 +61,10 @@ impl Stamp {
     }
 }
 
-impl Head {
-    fn of(change: &Change) -> Self {
-        match change {
-            Change::Put(now) => Self::Live(Arc::clone(now)),
-            Change::Delete { key, .. } => Self::Gone(Arc::new(Box::from(&key[..]))),
-        }
+fn head(change: &Change) -> KeyValue {
+    match change {
+        Change::Put(now) => now.clone(),
+        Change::Delete { key, .. } => KeyValue::bare(key),
     }
 }
 
@@ -81,34 +72,24 @@ impl Head {
 #[derive(Debug, Clone)]
 pub(crate) enum Found {
     /// Its value is in memory.
-    Here(Arc<KeyValue>),
+    Here(KeyValue),
     /// Its value is in the row of that revision.
     InRow(Bytes, Revision),
 }
 
 impl Chain {
     fn new(event: &Event) -> Self {
-        Self { stamp: Stamp::of(event), head: Head::of(&event.change), older: None }
+        Self { stamp: Stamp::of(event), head: head(&event.change), older: None }
     }
 
     fn push(&mut self, event: &Event) {
         self.older.get_or_insert_default().push(self.stamp);
         self.stamp = Stamp::of(event);
-        self.head = Head::of(&event.change);
+        self.head = head(&event.change);
     }
 
-    fn key(&self) -> &[u8] {
-        match &self.head {
-            Head::Live(now) => &now.key,
-            Head::Gone(key) => key,
-        }
-    }
-
-    fn now(&self) -> Option<&Arc<KeyValue>> {
-        match &self.head {
-            Head::Live(now) => Some(now),
-            Head::Gone(_) => None,
-        }
+    fn now(&self) -> Option<&KeyValue> {
+        (!self.stamp.gone()).then_some(&self.head)
     }
 
     /// The key as of revision `at`; `None` when it did not exist then.
@@ -120,7 +101,7 @@ impl Chain {
     }
 
     fn in_row(&self, stamp: Stamp) -> Option<Found> {
-        let key = || Bytes::copy_from_slice(self.key());
+        let key = || Bytes::copy_from_slice(self.head.key());
         (!stamp.gone()).then(|| Found::InRow(key(), stamp.revision()))
     }
 
@@ -142,7 +123,7 @@ impl Chain {
 impl Index {
     fn place(&self, key: &[u8]) -> Option<usize> {
         let hash = self.hasher.hash_one(key);
-        self.by_key.find(hash, |&place| self.chains[place].key() == key).copied()
+        self.by_key.find(hash, |&place| self.chains[place].head.key() == key).copied()
     }
 
     fn chain(&self, key: &[u8]) -> Option<&Chain> {
@@ -150,7 +131,7 @@ impl Index {
     }
 
     /// The key now.
-    pub(crate) fn get(&self, key: &[u8]) -> Option<&Arc<KeyValue>> {
+    pub(crate) fn get(&self, key: &[u8]) -> Option<&KeyValue> {
         self.chain(key)?.now()
     }
 
@@ -163,7 +144,7 @@ impl Index {
     pub(crate) fn apply(&mut self, event: &Event) {
         let key = event.key();
         if let Some(place) = self.push(event) {
-            self.in_order.insert(Box::from(&key[..]), place);
+            self.in_order.insert(Box::from(key), place);
         }
     }
 
@@ -174,7 +155,7 @@ impl Index {
 
     /// Puts all keys in order.
     pub(crate) fn set_order(&mut self) {
-        let key = |(place, chain): (usize, &Chain)| (Box::from(chain.key()), place);
+        let key = |(place, chain): (usize, &Chain)| (Box::from(chain.head.key()), place);
         self.in_order = self.chains.iter().map(key).collect();
     }
 
@@ -187,7 +168,7 @@ impl Index {
         let place = self.chains.insert(Chain::new(event));
         let (chains, hasher) = (&self.chains, &self.hasher);
         let hash = |key: &[u8]| hasher.hash_one(key);
-        self.by_key.insert_unique(hash(event.key()), place, |&p| hash(chains[p].key()));
+        self.by_key.insert_unique(hash(event.key()), place, |&p| hash(chains[p].head.key()));
         Some(place)
     }
 
@@ -249,7 +230,7 @@ impl Index {
     }
 
     /// Every key that exists now, in no order.
-    pub(crate) fn live(&self) -> impl Iterator<Item = &Arc<KeyValue>> {
+    pub(crate) fn live(&self) -> impl Iterator<Item = &KeyValue> {
         self.chains.iter().filter_map(|(_, chain)| chain.now())
     }
 
@@ -280,7 +261,7 @@ impl Visit<'_> {
 mod tests {
     use super::*;
     use crate::Cause;
-    use crate::codec::packed;
+    use crate::record::Stamps;
 
     /// `"2 5 7x 9"`: puts in 2, 5 and 9, a delete in 7.
     fn index(life: &str) -> Index {
@@ -291,7 +272,8 @@ mod tests {
             let change = if gone {
                 Change::Delete { key: "k".into(), cause: Cause::Asked }
             } else {
-                Change::Put(Arc::new(KeyValue { modified: revision, ..packed(b"k", b"v") }))
+                let stamps = Stamps { modified: revision, ..Stamps::default() };
+                Change::Put(KeyValue::pack(stamps, b"k", b"v", &mut Vec::new()))
             };
             index.apply(&Event { revision, change, previous: None });
         }
@@ -300,7 +282,7 @@ mod tests {
 
     fn seen(index: &Index, at: u64) -> Option<u64> {
         index.get_at(b"k", Revision(at)).map(|found| match found {
-            Found::Here(now) => now.modified.0,
+            Found::Here(now) => now.modified().0,
             Found::InRow(_, revision) => revision.0,
         })
     }

@@ -4,12 +4,13 @@
 //! closure that is undone takes its part back; the rest is published when it is durable, or dropped.
 
 use std::collections::BTreeMap;
+use std::hash::BuildHasher as _;
 use std::ops::Range;
-use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use hashbrown::HashMap;
+use hashbrown::hash_table::Entry;
+use hashbrown::{DefaultHashBuilder, HashTable};
 use rusqlite::Connection;
 use vedetta_core::{KeyRange, Revision};
 use vedetta_db::rusqlite;
@@ -28,13 +29,16 @@ pub(crate) struct Pending {
     pub(crate) events: Vec<Event>,
     /// For each event, the one before it that changed the same key in this batch.
     earlier: Vec<Option<usize>>,
-    /// The last event of each key of the batch.
-    keys: HashMap<Bytes, usize>,
+    /// The last event of each key of the batch, found by its key.
+    keys: HashTable<usize>,
+    hasher: DefaultHashBuilder,
     /// Leases of the batch, in order.
     pub(crate) leases: Vec<LeaseChange>,
     /// The rows of the batch: where in `encoded` each lies.
     rows: Vec<(Revision, Range<usize>)>,
     encoded: Vec<u8>,
+    /// For putting records together.
+    pub(crate) scratch: Vec<u8>,
     /// Where the running closure started.
     unit: Mark,
     /// Where the batch started.
@@ -74,7 +78,18 @@ impl Pending {
     }
 
     pub(crate) fn record(&mut self, event: Event) {
-        self.earlier.push(self.keys.insert(event.key().clone(), self.events.len()));
+        let place = self.events.len();
+        let (events, hasher) = (&self.events, &self.hasher);
+        let hash = |key: &[u8]| hasher.hash_one(key);
+        let same = |&other: &usize| events[other].key() == event.key();
+        let earlier = match self.keys.entry(hash(event.key()), same, |&p| hash(events[p].key())) {
+            Entry::Occupied(mut last) => Some(std::mem::replace(last.get_mut(), place)),
+            Entry::Vacant(free) => {
+                free.insert(place);
+                None
+            }
+        };
+        self.earlier.push(earlier);
         self.events.push(event);
     }
 
@@ -110,9 +125,13 @@ impl Pending {
             let (Some(event), Some(earlier)) = (self.events.pop(), self.earlier.pop()) else {
                 break;
             };
+            let (place, hash) = (self.events.len(), self.hasher.hash_one(event.key()));
+            let Ok(mut last) = self.keys.find_entry(hash, |&other| other == place) else {
+                continue;
+            };
             match earlier {
-                Some(earlier) => drop(self.keys.insert(event.key().clone(), earlier)),
-                None => drop(self.keys.remove(event.key())),
+                Some(earlier) => *last.get_mut() = earlier,
+                None => drop(last.remove()),
             }
         }
         if let Some((_, first)) = self.rows.get(self.unit.rows) {
@@ -152,8 +171,9 @@ impl Pending {
     }
 
     /// The key as the next closure should see it.
-    pub(crate) fn latest(&self, index: &Index, key: &[u8]) -> Option<Arc<KeyValue>> {
-        match self.keys.get(key) {
+    pub(crate) fn latest(&self, index: &Index, key: &[u8]) -> Option<KeyValue> {
+        let hash = self.hasher.hash_one(key);
+        match self.keys.find(hash, |&place| self.events[place].key() == key) {
             Some(&place) => self.events[place].now().cloned(),
             None => index.get(key).cloned(),
         }
@@ -175,8 +195,11 @@ impl Pending {
     /// All keys of `range` as of `at`, in order.
     pub(crate) fn collect(&self, index: &Index, range: &KeyRange, at: Revision) -> Vec<Found> {
         let mut touched: BTreeMap<&[u8], Option<Found>> = BTreeMap::new();
-        for (key, &last) in self.keys.iter().filter(|(key, _)| range.contains(key)) {
-            if let Some(event) = self.event_at(last, at) {
+        for &last in &self.keys {
+            let key = self.events[last].key();
+            if range.contains(key)
+                && let Some(event) = self.event_at(last, at)
+            {
                 touched.insert(key, event.now().cloned().map(Found::Here));
             }
         }
@@ -203,10 +226,10 @@ impl Pending {
         published: impl IntoIterator<Item = Bytes>,
     ) -> Vec<Bytes> {
         let mut keys: Vec<Bytes> = published.into_iter().collect();
-        keys.extend(self.keys.keys().cloned());
+        keys.extend(self.keys.iter().map(|&last| Bytes::copy_from_slice(self.events[last].key())));
         keys.sort_unstable();
         keys.dedup();
-        keys.retain(|key| self.latest(index, key).is_some_and(|now| now.lease == Some(lease)));
+        keys.retain(|key| self.latest(index, key).is_some_and(|now| now.lease() == Some(lease)));
         keys
     }
 

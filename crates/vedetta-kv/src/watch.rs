@@ -50,7 +50,7 @@ pub(crate) struct Block {
 impl Block {
     pub(crate) fn new(last: Revision, events: Vec<Event>) -> Self {
         let weigh =
-            |event: &Event| 96 + event.key().len() + event.now().map_or(0, |now| now.value.len());
+            |event: &Event| 96 + event.key().len() + event.now().map_or(0, |now| now.value().len());
         let bytes = events.iter().map(weigh).sum();
         Self { last, events, bytes }
     }
