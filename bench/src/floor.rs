@@ -17,7 +17,7 @@ impl Floor {
     pub(crate) fn open(folder: &Path) -> anyhow::Result<Self> {
         let mut log = File::create(folder.join("log"))?;
         let (queue, mut inbox) = mpsc::channel::<(Vec<u8>, oneshot::Sender<()>)>(4096);
-        std::thread::spawn(move || {
+        std::thread::Builder::new().name("floor".into()).spawn(move || {
             let mut batch = Vec::new();
             let mut bytes = Vec::new();
             while inbox.blocking_recv_many(&mut batch, 512) > 0 {
@@ -32,7 +32,7 @@ impl Floor {
                     let _ = done.send(());
                 }
             }
-        });
+        })?;
         Ok(Self { queue })
     }
 

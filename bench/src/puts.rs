@@ -36,12 +36,12 @@ pub(crate) struct Args {
 pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
     let time = Duration::from_secs_f64(args.seconds);
     println!(
-        "{:>8} {:>12} {:>12} {:>7} {:>20}",
-        "callers", "floor/s", "vedetta/s", "ratio", "writer CPU per put"
+        "{:>8} {:>12} {:>12} {:>7} {:>26}",
+        "callers", "floor/s", "vedetta/s", "ratio", "CPU of its writer per put"
     );
     for &callers in &args.callers {
-        let (mut floors, mut ours, mut ratios, mut cpus) =
-            (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        let (mut floors, mut ours, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut floor_cpus, mut cpus) = (Vec::new(), Vec::new());
         for _ in 0..args.rounds {
             let folder = setup::folder()?;
             let floor = Arc::new(Floor::open(folder.path())?);
@@ -55,6 +55,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
                 }
             })
             .await;
+            let floor_cpu = cpu_of("floor")?.as_secs_f64() / (floor_rate * args.seconds);
 
             let folder = setup::folder()?;
             let store = setup::open(folder.path()).await?;
@@ -67,19 +68,20 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
                 }
             })
             .await;
-            let puts = store.status().revision.0;
-            #[expect(clippy::cast_precision_loss, reason = "figures for people")]
-            cpus.push(cpu_of("vedetta-writer")?.as_secs_f64() * 1e6 / puts as f64);
+            let our_cpu = cpu_of("vedetta-writer")?.as_secs_f64() / (our_rate * args.seconds);
+            floor_cpus.push(floor_cpu * 1e6);
+            cpus.push(our_cpu * 1e6);
             store.close().await;
             floors.push(floor_rate);
             ours.push(our_rate);
             ratios.push(our_rate / floor_rate);
         }
         println!(
-            "{callers:>8} {:>12.0} {:>12.0} {:>7.2} {:>17.1} µs",
+            "{callers:>8} {:>12.0} {:>12.0} {:>7.2} {:>11.1} and {:>6.1} µs",
             median(&mut floors),
             median(&mut ours),
             median(&mut ratios),
+            median(&mut floor_cpus),
             median(&mut cpus)
         );
     }
