@@ -345,12 +345,11 @@ async fn ask(store: Store, write: Write) -> Reply {
 /// Waits until the watcher knows that nothing up to `revision` is left for it; nothing may come.
 async fn settle(watcher: &mut Watcher, revision: Revision) -> Verdict {
     let begun = Instant::now();
+    let mut moment = Duration::ZERO;
     loop {
         let progress = watcher.progress();
-        tokio::select! {
-            biased;
-            extra = watcher.next() => return Err(format!("not owed, and came: {extra:?}")),
-            () = tokio::task::yield_now() => {}
+        if let Ok(extra) = tokio::time::timeout(moment, watcher.next()).await {
+            return Err(format!("not owed, and came: {extra:?}"));
         }
         if progress >= revision {
             return Ok(());
@@ -358,6 +357,7 @@ async fn settle(watcher: &mut Watcher, revision: Revision) -> Verdict {
         if begun.elapsed() > PATIENCE {
             return Err(format!("progress stays at {progress}, the store is at {revision}"));
         }
+        moment = moment * 2 + Duration::from_micros(100);
     }
 }
 
