@@ -3,10 +3,13 @@
 mod support;
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
 
-use support::{is_quiet, one, open, put, reopen, soon, story, take};
+use support::{get, is_quiet, one, open, open_db, put, reopen, soon, story, take};
 use vedetta_core::{KeyRange, Revision};
-use vedetta_kv::{Delete, Event, Op, Put, Store, Txn, WatchError, WatchOptions, Watcher};
+use vedetta_db::Mirror;
+use vedetta_kv::{Delete, Event, Op, Options, Put, Store, Txn, WatchError, WatchOptions, Watcher};
 
 /// Together more than is kept in memory for watchers.
 const MANY: usize = 300;
@@ -263,4 +266,59 @@ async fn closing_the_store_ends_every_watch() {
     assert!(matches!(soon(owed.next()).await, Err(WatchError::Closed)));
     let mut late = watch(&store, one("k"));
     assert!(matches!(soon(late.next()).await, Err(WatchError::Closed)));
+}
+
+/// Stands in line before the store: a batch is on the disk, and the store has not shown it yet.
+struct Gate {
+    shut: Arc<AtomicBool>,
+    reached: mpsc::Sender<()>,
+    open: Mutex<mpsc::Receiver<()>>,
+}
+
+impl Mirror for Gate {
+    fn keep(&mut self) {}
+    fn undo(&mut self) {}
+    fn discard(&mut self) {}
+    fn publish(&mut self) {
+        if self.shut.load(Ordering::SeqCst) {
+            let _ = self.reached.send(());
+            let _ = self.open.lock().unwrap().recv();
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_watcher_reading_history_is_not_ahead_of_readers_and_knows_the_previous_value() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = open(folder.path()).await;
+    put(&store, "k", "one").await;
+    put(&store, "k", "two").await;
+    store.close().await;
+
+    let (reached, has_reached) = mpsc::channel();
+    let (pass, passes) = mpsc::channel();
+    let shut = Arc::new(AtomicBool::new(false));
+    let gate = Gate { shut: Arc::clone(&shut), reached, open: Mutex::new(passes) };
+    let db = open_db(folder.path());
+    let attaching = db.clone();
+    tokio::task::spawn_blocking(move || attaching.attach(Box::new(gate))).await.unwrap().unwrap();
+    let store = Store::open(db, Options::default()).await.unwrap();
+    let mut watcher = store.watch(one("k"), from(2)).unwrap();
+
+    shut.store(true, Ordering::SeqCst);
+    let writing = store.clone();
+    let written = tokio::spawn(async move { put(&writing, "k", "three").await });
+    tokio::task::spawn_blocking(move || has_reached.recv()).await.unwrap().unwrap();
+    let seen = take(&mut watcher, 2).await;
+    assert_eq!(store.status().revision, Revision(3));
+    assert_eq!(get(&store, "k").await.as_deref(), Some(&b"two"[..]));
+    assert_eq!(story(&seen), ["k=one", "k=two"]);
+
+    shut.store(false, Ordering::SeqCst);
+    drop(pass);
+    written.await.unwrap();
+    let last = take(&mut watcher, 1).await;
+    assert_eq!(story(&last), ["k=three"]);
+    assert_eq!(last[0].previous.as_ref().unwrap().value, "two");
+    store.close().await;
 }
