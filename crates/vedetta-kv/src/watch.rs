@@ -18,8 +18,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use bytes::Bytes;
 use parking_lot::{Condvar, Mutex, RwLock};
 use tokio::sync::Notify;
+use tokio::task::{JoinError, JoinHandle};
 use vedetta_core::{KeyRange, Revision};
-use vedetta_db::{Db, rusqlite};
+use vedetta_db::{Db, ReadError, rusqlite};
 
 use crate::codec;
 use crate::index::Found;
@@ -368,6 +369,15 @@ pub struct Watcher {
     options: WatchOptions,
     /// Everything before was handed out.
     next: Revision,
+    /// A read of the file under way. It outlives a `next` that was given up: otherwise one that is
+    /// given up again and again would start over each time and never get anywhere.
+    reading: Option<Reading>,
+}
+
+#[derive(Debug)]
+struct Reading {
+    from: Revision,
+    block: JoinHandle<Result<Result<Block, FetchError>, ReadError>>,
 }
 
 impl Watcher {
@@ -392,7 +402,7 @@ impl Watcher {
         if next <= current {
             cell.owe(next);
         }
-        let watcher = Self { shared, db, cell, range, options, next };
+        let watcher = Self { shared, db, cell, range, options, next, reading: None };
         if next < oldest {
             return Err(WatchError::Compacted { asked: next, oldest });
         }
@@ -453,11 +463,16 @@ impl Watcher {
     }
 
     /// Reads rows from the file, keeping what concerns this watcher.
-    async fn history(&self, from: Revision) -> Result<Block, WatchError> {
-        let (shared, range) = (Arc::clone(&self.shared), self.range.clone());
-        let previous = self.options.previous;
-        let read =
-            self.db.read(move |c| Ok(read_history(c, &shared, from, &range, previous))).await;
+    async fn history(&mut self, from: Revision) -> Result<Block, WatchError> {
+        let under_way = self.reading.take().filter(|reading| reading.from == from);
+        let reading = under_way.unwrap_or_else(|| self.start_reading(from));
+        let read = (&mut self.reading.insert(reading).block).await;
+        self.reading = None;
+        let read = match read.map_err(JoinError::try_into_panic) {
+            Ok(read) => read,
+            Err(Ok(panic)) => std::panic::resume_unwind(panic),
+            Err(Err(_)) => return Err(WatchError::Closed), // with the runtime
+        };
         let compacted = self.shared.index.read().compacted;
         if from < compacted {
             return Err(WatchError::Compacted { asked: from, oldest: compacted });
@@ -467,6 +482,17 @@ impl Watcher {
             Ok(Err(error)) => Err(WatchError::Unreadable(error.into())),
             Err(error) => Err(WatchError::Unreadable(KvError::Unreadable(error.to_string()))),
         }
+    }
+
+    fn start_reading(&self, from: Revision) -> Reading {
+        let (db, shared, range) = (self.db.clone(), Arc::clone(&self.shared), self.range.clone());
+        let previous = self.options.previous;
+        let read = move || {
+            db.read_blocking(|connection| {
+                Ok(read_history(connection, &shared, from, &range, previous))
+            })
+        };
+        Reading { from, block: tokio::task::spawn_blocking(read) }
     }
 }
 

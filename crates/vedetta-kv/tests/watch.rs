@@ -254,6 +254,40 @@ async fn events_left_out_by_a_filter_are_passed_over() {
 }
 
 #[tokio::test]
+async fn a_watcher_whose_reads_are_given_up_again_and_again_still_gets_everything() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = open(folder.path()).await;
+    for n in 0..2_500 {
+        // Several to a commit, to be quicker.
+        let then = (0..4).map(|k| Op::Put(Put::new(format!("k{k}"), format!("{n}")))).collect();
+        if n % 25 == 0 {
+            store.txn(Txn { then, ..Txn::default() }).await.unwrap();
+        } else if n % 5 == 0 {
+            put(&store, "k0", format!("{n}")).await;
+        }
+    }
+    let written = usize::try_from(store.status().revision.0 - 1).unwrap();
+    let store = reopen(&store, folder.path()).await;
+    let mut watcher = store.watch(one("k0"), from(2)).unwrap();
+    let mut seen = Vec::new();
+    let mut given_up = 0;
+    let reading = async {
+        while seen.len() < written {
+            tokio::select! {
+                biased;
+                batch = watcher.next() => seen.extend(batch.unwrap().iter().cloned()),
+                () = tokio::task::yield_now() => given_up += 1,
+            }
+        }
+    };
+    soon(reading).await;
+    assert!(given_up > 0, "reading the file takes a moment");
+    let revisions: Vec<_> = seen.iter().map(|event| event.revision.0).collect();
+    assert_eq!(revisions, (2..2 + written as u64).collect::<Vec<_>>());
+    store.close().await;
+}
+
+#[tokio::test]
 async fn closing_the_store_ends_every_watch() {
     let folder = tempfile::tempdir().unwrap();
     let store = open(folder.path()).await;
