@@ -437,7 +437,7 @@ impl Watcher {
         let done = Revision(self.next.0.saturating_sub(1));
         match self.cell.owed.load(Ordering::Acquire) {
             NOTHING => marked.max(done),
-            _ => done,
+            owed => done.max(Revision(owed.saturating_sub(1))),
         }
     }
 

@@ -220,6 +220,29 @@ async fn ranges_that_are_no_prefix_are_watched_exactly() {
 }
 
 #[tokio::test]
+async fn progress_passes_over_what_does_not_concern_a_watcher() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = open(folder.path()).await;
+    let mut watcher = watch(&store, one("mine"));
+    for _ in 0..10 {
+        put(&store, "other", "x").await;
+    }
+    assert!(is_quiet(&mut watcher, Revision(11)).await);
+    assert_eq!(watcher.progress(), Revision(11));
+
+    put(&store, "mine", "x").await;
+    put(&store, "other", "x").await;
+    // Owed, not handed out: the promise must not reach past it, however long one looks.
+    let mut bystander = watch(&store, one("other"));
+    put(&store, "other", "x").await;
+    take(&mut bystander, 1).await;
+    assert_eq!(watcher.progress(), Revision(11));
+    take(&mut watcher, 1).await;
+    assert!(is_quiet(&mut watcher, Revision(14)).await);
+    store.close().await;
+}
+
+#[tokio::test]
 async fn a_watch_may_begin_in_the_future() {
     let folder = tempfile::tempdir().unwrap();
     let store = open(folder.path()).await;
