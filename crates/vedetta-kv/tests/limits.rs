@@ -80,10 +80,9 @@ async fn a_key_may_be_as_long_as_the_limit_and_not_longer() {
     let limit = Limits::default().key;
     put(&store, vec![b'k'; limit], "v").await;
     let long = Put::new(vec![b'k'; limit + 1], "v");
-    for refused in [
-        store.put(long.clone()).await.map(drop),
-        store.txn(then([Op::Put(long)])).await.map(drop),
-    ] {
+    for refused in
+        [store.put(long.clone()).await.map(drop), store.txn(then([Op::Put(long)])).await.map(drop)]
+    {
         match refused {
             Err(KvError::KeyTooLarge { size, limit: told }) => {
                 assert_eq!((size, told), (limit + 1, limit));
@@ -169,7 +168,8 @@ async fn transactions_may_be_nested_to_a_depth_and_not_deeper() {
 async fn a_transaction_that_changes_a_key_twice_is_refused() {
     refusing(|store| async move {
         let inner = |ops: &[Op]| Op::Txn(then(ops.iter().cloned()));
-        let either = |a: Op, b: Op| Op::Txn(Txn { then: vec![a], otherwise: vec![b], ..Txn::default() });
+        let either =
+            |a: Op, b: Op| Op::Txn(Txn { then: vec![a], otherwise: vec![b], ..Txn::default() });
         let prefix = || deletes(KeyRange::prefix("k"));
         for ops in [
             vec![puts("k"), puts("k")],
