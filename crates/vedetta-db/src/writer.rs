@@ -294,12 +294,17 @@ impl Writer {
             self.mirrors.iter_mut().for_each(|m| m.publish());
         }
         failpoint("db.published");
+        // Who freed room is told when it counts as free; others need not wait for the measuring.
+        let reclaims = batch.iter().any(|unit| unit.purpose() == Purpose::Reclaim);
+        if reclaims {
+            self.measure(statements);
+        }
         for unit in batch {
             unit.answer(Ok(()));
         }
         self.wal.committed(connection);
         self.since_measured += 1;
-        if self.since_measured >= MEASURE_EVERY || self.inbox.is_empty() {
+        if !reclaims && (self.since_measured >= MEASURE_EVERY || self.inbox.is_empty()) {
             self.measure(statements);
         }
     }
@@ -354,9 +359,11 @@ impl Writer {
                 }
             }
         }
-        for mirror in &mut self.mirrors {
-            if let Err(error) = mirror.store(connection) {
-                return Err((error, done));
+        if kept > 0 {
+            for mirror in &mut self.mirrors {
+                if let Err(error) = mirror.store(connection) {
+                    return Err((error, done));
+                }
             }
         }
         failpoint("db.before_commit");

@@ -11,8 +11,7 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use vedetta_core::Revision;
 
-use crate::record::Stamps;
-use crate::{Cause, Change, Event, KeyValue, LeaseId};
+use crate::{Cause, Change, Event, KeyValue, LeaseId, Stamps};
 
 const FORMAT: u8 = 1;
 const HEADER: usize = 5;
@@ -130,7 +129,7 @@ mod tests {
             version: 2,
             lease: LeaseId::new(-9),
         };
-        let put = KeyValue::pack(stamps, b"k", &[0, 255, 1], &mut Vec::new());
+        let put = KeyValue::new(stamps, b"k", &[0, 255, 1]);
         let delete = Change::Delete { key: "gone".into(), cause: Cause::Expired };
         vec![
             Event { revision: Revision(7), change: Change::Put(put), previous: None },

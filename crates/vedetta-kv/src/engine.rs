@@ -11,13 +11,12 @@ use crate::index::{Found, Index};
 use crate::lease::Leases;
 use crate::pending::{LeaseChange, Pending};
 use crate::range::{self, FetchError, lease_number};
-use crate::record::Stamps;
 use crate::request::{
     Compare, CompareOp, CompareTarget, Delete, Deleted, KvError, Op, OpReply, Put, PutDone,
     PutLease, PutValue, Range, Ranged, Txn, TxnDone,
 };
 use crate::store::Limits;
-use crate::{Cause, Change, Event, KeyValue, LeaseId};
+use crate::{Cause, Change, Event, KeyValue, LeaseId, Stamps};
 
 /// How deep transactions may be nested. Evaluation recurses, so there must be an end.
 const DEPTH: usize = 32;

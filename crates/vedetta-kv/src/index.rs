@@ -261,7 +261,7 @@ impl Visit<'_> {
 mod tests {
     use super::*;
     use crate::Cause;
-    use crate::record::Stamps;
+    use crate::Stamps;
 
     /// `"2 5 7x 9"`: puts in 2, 5 and 9, a delete in 7.
     fn index(life: &str) -> Index {
@@ -273,7 +273,7 @@ mod tests {
                 Change::Delete { key: "k".into(), cause: Cause::Asked }
             } else {
                 let stamps = Stamps { modified: revision, ..Stamps::default() };
-                Change::Put(KeyValue::pack(stamps, b"k", b"v", &mut Vec::new()))
+                Change::Put(KeyValue::new(stamps, b"k", b"v"))
             };
             index.apply(&Event { revision, change, previous: None });
         }

@@ -27,7 +27,7 @@ mod watch;
 
 pub use compact::Keep;
 pub use lease::{LeaseId, LeaseInfo};
-pub use record::KeyValue;
+pub use record::{KeyValue, Stamps};
 pub use request::{
     Compare, CompareOp, CompareTarget, Delete, Deleted, KvError, Op, OpReply, Order, Put, PutDone,
     PutLease, PutValue, Range, Ranged, SortBy, Txn, TxnDone,

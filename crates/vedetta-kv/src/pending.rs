@@ -242,9 +242,13 @@ impl Pending {
         })
     }
 
-    /// Whether this batch renews a lease.
-    pub(crate) fn renews(&self, id: LeaseId) -> bool {
-        let renews = |change: &LeaseChange| matches!(change, LeaseChange::Renewed { id: other } if *other == id);
-        self.leases.iter().any(renews)
+    /// Whether this batch gives a lease a new deadline, by renewing it or by granting it anew.
+    pub(crate) fn extends(&self, id: LeaseId) -> bool {
+        self.leases.iter().any(|change| match change {
+            LeaseChange::Granted { id: other, .. } | LeaseChange::Renewed { id: other } => {
+                *other == id
+            }
+            LeaseChange::Ended { .. } => false,
+        })
     }
 }

@@ -21,7 +21,12 @@ pub struct KeyValue(Arc<[u8]>);
 const HEADER: usize = 36;
 
 impl KeyValue {
-    /// Puts one together; `scratch` is for reuse and keeps nothing of worth.
+    /// Puts one together.
+    pub fn new(stamps: Stamps, key: &[u8], value: &[u8]) -> Self {
+        Self::pack(stamps, key, value, &mut Vec::new())
+    }
+
+    /// The same; `scratch` is for reuse and keeps nothing of worth.
     pub(crate) fn pack(stamps: Stamps, key: &[u8], value: &[u8], scratch: &mut Vec<u8>) -> Self {
         scratch.clear();
         scratch.reserve(HEADER + key.len() + value.len());
@@ -38,7 +43,7 @@ impl KeyValue {
 
     /// A record of nothing but the key.
     pub(crate) fn bare(key: &[u8]) -> Self {
-        Self::pack(Stamps::default(), key, &[], &mut Vec::new())
+        Self::new(Stamps::default(), key, &[])
     }
 
     /// The key.
@@ -78,7 +83,7 @@ impl KeyValue {
             version: self.version(),
             lease: self.lease(),
         };
-        Self::pack(stamps, self.key(), &[], &mut Vec::new())
+        Self::new(stamps, self.key(), &[])
     }
 
     fn number(&self, at: usize) -> u64 {
@@ -93,11 +98,15 @@ impl KeyValue {
 
 /// The numbers of a [`KeyValue`].
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Stamps {
-    pub(crate) created: Revision,
-    pub(crate) modified: Revision,
-    pub(crate) version: u64,
-    pub(crate) lease: Option<LeaseId>,
+pub struct Stamps {
+    /// The revision that made the key.
+    pub created: Revision,
+    /// The revision that gave it its value.
+    pub modified: Revision,
+    /// How often it was put since it was made.
+    pub version: u64,
+    /// The lease that will take it along.
+    pub lease: Option<LeaseId>,
 }
 
 impl fmt::Debug for KeyValue {

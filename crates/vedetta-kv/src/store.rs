@@ -546,8 +546,8 @@ fn end_leases(shared: &Arc<Shared>, db: &Db, due: &[LeaseId]) {
         let leases = &in_writer.leases;
         let mut engine = Engine::new(tx, &index, &mut pending, leases);
         for id in ending {
-            // Renewed or revoked on the way here?
-            if engine.has_lease(id) && leases.is_due(id) && !engine.pending.renews(id) {
+            // Renewed, revoked or granted anew on the way here?
+            if engine.has_lease(id) && leases.is_due(id) && !engine.pending.extends(id) {
                 engine.end_lease(id, Cause::Expired)?;
                 engine.seal();
             }

@@ -441,7 +441,7 @@ impl Watcher {
         let done = Revision(self.next.0.saturating_sub(1));
         match self.cell.owed.load(Ordering::Acquire) {
             NOTHING => marked.max(done),
-            _ => done,
+            owed => done.max(Revision(owed.saturating_sub(1))),
         }
     }
 
@@ -511,9 +511,13 @@ fn read_history(
     range: &KeyRange,
     previous: bool,
 ) -> Result<Block, FetchError> {
-    let sql = "SELECT revision, body FROM event WHERE revision >= ?1 ORDER BY revision LIMIT ?2";
+    // Rows beyond are durable, but readers and the index do not know them yet.
+    let published = shared.index.read().revision;
+    let sql = "SELECT revision, body FROM event WHERE revision BETWEEN ?1 AND ?2
+               ORDER BY revision LIMIT ?3";
     let mut select = connection.prepare_cached(sql)?;
-    let mut rows = select.query((from.0.cast_signed(), HISTORY_ROWS))?;
+    let bounds = (from.0.cast_signed(), published.0.cast_signed(), HISTORY_ROWS);
+    let mut rows = select.query(bounds)?;
     let mut events = Vec::new();
     let (mut last, mut bytes) = (from, 0);
     while let Some(row) = rows.next()? {

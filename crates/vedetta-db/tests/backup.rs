@@ -1,0 +1,112 @@
+//! Copies, and telling a damaged file from a sound one.
+
+mod support;
+
+use std::fs;
+use std::io::{Seek as _, SeekFrom, Write as _};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+
+use support::{NUMBERS, aside, close, numbers, open, options, soon, write};
+use vedetta_db::rusqlite::{Connection, OpenFlags};
+use vedetta_db::{BackupError, Db, Options, backup, damage};
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_backup_taken_while_writes_go_on_has_all_that_was_answered_before_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let db = open(folder.path());
+    let (answered, stop) = (Arc::new(AtomicI64::new(0)), Arc::new(AtomicBool::new(false)));
+    let writing = tokio::spawn({
+        let (db, answered, stop) = (db.clone(), Arc::clone(&answered), Arc::clone(&stop));
+        async move {
+            while !stop.load(Ordering::SeqCst) {
+                let n = answered.load(Ordering::SeqCst) + 1;
+                write(db.clone(), n).await.unwrap();
+                answered.store(n, Ordering::SeqCst);
+            }
+        }
+    });
+    for n in 0..3 {
+        let copy = folder.path().join(format!("copy{n}"));
+        let (source, target) = (db.file().to_owned(), copy.clone());
+        let before = answered.load(Ordering::SeqCst);
+        aside(move || backup(&source, &target)).await.unwrap();
+        let after = answered.load(Ordering::SeqCst);
+
+        assert_eq!(damage(&copy).unwrap(), [""; 0]);
+        let mut options = Options::new(&copy);
+        options.ballast = 0;
+        let restored = Db::open(&options, &[NUMBERS]).unwrap();
+        assert!(restored.restored() && !db.restored(), "a copy knows that it is one");
+        let stored = numbers(&restored).await;
+        let last = stored.last().copied().unwrap_or(0);
+        assert_eq!(stored, (1..=last).collect::<Vec<_>>(), "a state that was");
+        assert!(before <= last && last <= after + 1);
+        write(restored.clone(), 1_000_000).await.unwrap();
+        close(&restored).await;
+    }
+    stop.store(true, Ordering::SeqCst);
+    soon(writing).await.unwrap();
+    close(&db).await;
+}
+
+#[tokio::test]
+async fn a_backup_never_overwrites_and_leaves_nothing_when_it_fails() {
+    let folder = tempfile::tempdir().unwrap();
+    let db = open(folder.path());
+    write(db.clone(), 1).await.unwrap();
+    let copy = folder.path().join("copy");
+    fs::write(&copy, "precious").unwrap();
+    assert!(matches!(backup(db.file(), &copy), Err(BackupError::Exists(at)) if at == copy));
+    assert_eq!(fs::read(&copy).unwrap(), b"precious");
+
+    let missing = folder.path().join("missing");
+    let target = folder.path().join("target");
+    assert!(matches!(backup(&missing, &target), Err(BackupError::Missing(at)) if at == missing));
+    let nowhere = folder.path().join("no/such/folder");
+    assert!(backup(db.file(), &nowhere).is_err());
+    close(&db).await;
+    for entry in fs::read_dir(folder.path()).unwrap() {
+        let name = entry.unwrap().file_name().into_string().unwrap();
+        assert!(name.starts_with("test.db") || name == "copy", "{name} was left behind");
+    }
+}
+
+#[tokio::test]
+async fn a_damaged_page_is_found_and_not_backed_up() {
+    let folder = tempfile::tempdir().unwrap();
+    let db = open(folder.path());
+    for n in 0..20 {
+        let fill = move |connection: &vedetta_db::Tx<'_>| {
+            let sql =
+                "WITH RECURSIVE c (n) AS (VALUES (?1) UNION ALL SELECT n + 1 FROM c WHERE n < ?2)
+                       INSERT INTO number SELECT n FROM c";
+            connection.execute(sql, [n * 1_000, n * 1_000 + 999])?;
+            Ok::<_, vedetta_db::Stop<()>>(())
+        };
+        db.write(vedetta_db::Purpose::Store, fill).await.unwrap();
+    }
+    close(&db).await;
+    drop(db);
+    let file = options(folder.path()).file;
+    assert_eq!(damage(&file).unwrap(), [""; 0]);
+
+    let page = 4096;
+    let pages = fs::metadata(&file).unwrap().len() / page;
+    assert!(pages > 20);
+    let mut raw = fs::OpenOptions::new().write(true).open(&file).unwrap();
+    raw.seek(SeekFrom::Start(page * (pages - 3))).unwrap();
+    raw.write_all(&[0xa5; 512]).unwrap();
+    raw.sync_all().unwrap();
+    // The log still has the good page; a checkpointed one is what is on the disk.
+    for side in ["-wal", "-shm"] {
+        let mut name = file.clone().into_os_string();
+        name.push(side);
+        let _ = fs::remove_file(name);
+    }
+    assert!(Connection::open_with_flags(&file, OpenFlags::SQLITE_OPEN_READ_ONLY).is_ok());
+    assert!(!matches!(damage(&file), Ok(found) if found.is_empty()));
+    let copy = folder.path().join("copy");
+    assert!(backup(&file, &copy).is_err());
+    assert!(!copy.exists());
+}
