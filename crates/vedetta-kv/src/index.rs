@@ -19,6 +19,8 @@ use crate::{Change, Event, KeyValue};
 #[derive(Debug, Default)]
 pub(crate) struct Index {
     keys: BTreeMap<Bytes, Chain>,
+    /// How many of them exist now.
+    existing: usize,
     /// The newest revision published.
     pub(crate) revision: Revision,
     /// The oldest revision that can be read or watched from.
@@ -126,7 +128,9 @@ impl Index {
         revision: Revision,
         compacted: Revision,
     ) -> Self {
-        Self { keys, revision, compacted }
+        let mut index = Self { keys, existing: 0, revision, compacted };
+        index.existing = index.live().count();
+        index
     }
 
     /// The key now.
@@ -145,12 +149,19 @@ impl Index {
 
     /// Makes an event part of the state.
     pub(crate) fn apply(&mut self, event: &Event) {
-        match self.keys.get_mut(event.key()) {
-            Some(chain) => chain.push(event),
+        let existed = match self.keys.get_mut(event.key()) {
+            Some(chain) => {
+                let existed = matches!(chain.head, Head::Live(_));
+                chain.push(event);
+                existed
+            }
             None => {
                 self.keys.insert(event.key().clone(), Chain::new(event));
+                false
             }
-        }
+        };
+        self.existing += usize::from(event.now().is_some());
+        self.existing -= usize::from(existed);
     }
 
     /// The keys of `range` in order, from `from` on, those that do not exist now included.
@@ -225,6 +236,11 @@ impl Index {
     /// How many keys are in memory, deleted ones with a history included.
     pub(crate) fn len(&self) -> usize {
         self.keys.len()
+    }
+
+    /// How many keys exist now.
+    pub(crate) fn existing(&self) -> usize {
+        self.existing
     }
 }
 
