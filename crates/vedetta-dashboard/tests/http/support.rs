@@ -54,14 +54,13 @@ impl Server {
 
     /// A request with these headers beside `Host`, which one of them may replace.
     pub(crate) async fn send(&self, request: &str, headers: &[(&str, &str)], body: &str) -> Answer {
-        let mut text = format!("{request} HTTP/1.1\r\nConnection: close\r\n");
+        let mut head = vec![format!("{request} HTTP/1.1"), "Connection: close".to_owned()];
         if !headers.iter().any(|(name, _)| *name == "Host") {
-            text += &format!("Host: {}\r\n", self.address);
+            head.push(format!("Host: {}", self.address));
         }
-        for (name, value) in headers {
-            text += &format!("{name}: {value}\r\n");
-        }
-        text += &format!("Content-Length: {}\r\n\r\n{body}", body.len());
+        head.extend(headers.iter().map(|(name, value)| format!("{name}: {value}")));
+        head.push(format!("Content-Length: {}", body.len()));
+        let text = format!("{}\r\n\r\n{body}", head.join("\r\n"));
         self.raw(text.as_bytes()).await
     }
 
@@ -170,7 +169,7 @@ impl Feed {
         let mut message = Message::default();
         for line in self.block().await? {
             match line.split_once(": ") {
-                Some(("event", name)) => message.event = name.to_owned(),
+                Some(("event", name)) => name.clone_into(&mut message.event),
                 Some(("id", id)) => message.id = Some(id.parse().unwrap()),
                 Some(("data", data)) => message.data = serde_json::from_str(data).unwrap(),
                 _ => {}
