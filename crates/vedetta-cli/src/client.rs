@@ -76,7 +76,10 @@ struct Why {
 
 impl Client {
     /// Reads `VEDETTA_TOKEN` too.
-    pub(crate) fn new(remote: &Remote) -> Self {
+    pub(crate) fn new(remote: &Remote) -> Result<Self, ClientError> {
+        if !remote.server.starts_with("http://") {
+            return Err(ClientError::BadServer { server: remote.server.clone() });
+        }
         // Neither a proxy nor another server is meant to see the token.
         let config = Agent::config_builder()
             .proxy(None)
@@ -86,11 +89,11 @@ impl Client {
             .user_agent(concat!("vedetta/", env!("CARGO_PKG_VERSION")))
             .timeout_connect(Some(CONNECT))
             .build();
-        Self {
+        Ok(Self {
             agent: config.into(),
             server: remote.server.trim_end_matches('/').to_owned(),
             token: std::env::var("VEDETTA_TOKEN").ok().filter(|token| !token.is_empty()),
-        }
+        })
     }
 
     pub(crate) fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
@@ -145,9 +148,7 @@ impl Client {
         answer: Result<Response<Body>, ureq::Error>,
     ) -> Result<Response<Body>, ClientError> {
         let mut answer = answer.map_err(|error| match error {
-            ureq::Error::BadUri(_) | ureq::Error::Http(_) | ureq::Error::TlsRequired => {
-                self.bad_server()
-            }
+            ureq::Error::BadUri(_) | ureq::Error::Http(_) => self.bad_server(),
             error => self.unreachable(&error),
         })?;
         if answer.status().is_success() {

@@ -32,7 +32,7 @@ enum Command {
 
 impl Kv {
     pub(crate) fn run(self, out: &mut impl Write) -> anyhow::Result<()> {
-        let client = Client::new(&self.remote);
+        let client = Client::new(&self.remote)?;
         let format = self.remote.output;
         match self.command {
             Command::Get(get) => get.run(&client, format, out),

@@ -99,7 +99,10 @@ async function follow() {
     watch.close();
     setTimeout(follow, 1000);
   };
-  watch.addEventListener("open", () => say("live", "live"));
+  watch.addEventListener("open", () => {
+    say("live", "live");
+    stale = true;
+  });
   watch.addEventListener("kv", take);
   watch.addEventListener("compacted", again);
   watch.addEventListener("failed", again);

@@ -10,12 +10,7 @@
 //! # let dir = tempfile::tempdir()?;
 //! # let path = dir.path();
 //! let folder = DataFolder::open(path)?; // held by this process until dropped
-//! # let mut options = vedetta::db::Options::new(folder.database());
-//! # options.ballast = 0;
-//! # let db = Db::open(&options, &[SCHEMA])?;
-//! # let _ = || -> Result<_, Box<dyn std::error::Error>> {
 //! let db = Db::open(&vedetta::db::Options::new(folder.database()), &[SCHEMA])?;
-//! # Ok(db) };
 //! let store = Store::open(db, Options::default()).await?;
 //!
 //! let mut watcher = store.watch(KeyRange::prefix("rooms/"), WatchOptions::default())?;
