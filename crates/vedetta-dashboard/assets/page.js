@@ -101,7 +101,7 @@ async function follow() {
   };
   watch.addEventListener("open", () => {
     say("live", "live");
-    stale = true;
+    overview().catch(() => {}); // it counts this watcher too
   });
   watch.addEventListener("kv", take);
   watch.addEventListener("compacted", again);

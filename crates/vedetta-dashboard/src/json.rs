@@ -78,12 +78,12 @@ struct State<'a> {
 impl<'a> Entry<'a> {
     pub(crate) fn new(entry: &'a KeyValue, keys_only: bool) -> Self {
         Self {
-            key: KeyText::from(&entry.key[..]),
-            state: (!keys_only).then(|| State { value: ValueText::from(&entry.value[..]) }),
-            created: entry.created.0,
-            modified: entry.modified.0,
-            version: entry.version,
-            lease: entry.lease.map(|lease: LeaseId| lease.to_string()),
+            key: KeyText::from(entry.key()),
+            state: (!keys_only).then(|| State { value: ValueText::from(entry.value()) }),
+            created: entry.created().0,
+            modified: entry.modified().0,
+            version: entry.version(),
+            lease: entry.lease().map(|lease: LeaseId| lease.to_string()),
         }
     }
 }

@@ -82,7 +82,7 @@ pub(crate) async fn list(
     let found = context.store.range(range).await?;
 
     let revision = at.unwrap_or(found.revision);
-    let weight = |entry: &KeyValue| if keys_only { 0 } else { entry.value.len() };
+    let weight = |entry: &KeyValue| if keys_only { 0 } else { entry.value().len() };
     let mut bytes = 0;
     let fits = found.keys.iter().take_while(|entry| {
         let fits = bytes < PAGE_BYTES;
@@ -92,7 +92,7 @@ pub(crate) async fn list(
     let keys: Vec<_> = fits.map(|entry| Entry::new(entry, keys_only)).collect();
     let more = found.more || keys.len() < found.keys.len();
     let last = more.then(|| keys.len().checked_sub(1).and_then(|last| found.keys.get(last)));
-    let cursor = last.flatten().map(|last| Cursor::encode(revision, &last.key));
+    let cursor = last.flatten().map(|last| Cursor::encode(revision, last.key()));
     let page = Json(Page { revision: revision.0, keys, cursor });
     Ok(page.into_response())
 }
@@ -163,7 +163,7 @@ pub(crate) async fn put(
         return Ok(Json(Done { revision: done.revision.0 }));
     }
     let now = done.replies.first().and_then(|reply| match reply {
-        OpReply::Range(found) => found.keys.first().map(|key| key.modified),
+        OpReply::Range(found) => found.keys.first().map(KeyValue::modified),
         _ => None,
     });
     let expected = match expected {

@@ -12,13 +12,13 @@ use std::thread::JoinHandle;
 use parking_lot::Mutex;
 use rusqlite::config::DbConfig;
 use rusqlite::{Connection, OpenFlags, OptionalExtension as _};
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 
 use crate::folder::{parent, sync_folder};
 use crate::readers::{ReadError, Readers};
 use crate::space::Space;
 use crate::wal::WalKeeper;
-use crate::writer::{CommitError, Message, Mirror, Purpose, Stop, Task, WriteError, Writer};
+use crate::writer::{CommitError, Message, Mirror, Purpose, Stop, Task, Tx, WriteError, Writer};
 
 /// "VEDT": tells our files from other SQLite files.
 const APPLICATION: i64 = 0x5645_4454;
@@ -155,6 +155,8 @@ pub struct Db {
 struct Inner {
     queue: mpsc::Sender<Message>,
     readers: Readers,
+    /// One for each connection that reads.
+    turns: Arc<Semaphore>,
     size: Arc<AtomicU64>,
     file: PathBuf,
     restored: bool,
@@ -174,8 +176,9 @@ impl Db {
         migrate(&connection, schemas).map_err(sql)?;
         let restored = has_table(&connection, "vedetta_backup").map_err(sql)?;
 
-        let mut readers = Vec::with_capacity(options.readers);
-        for _ in 0..options.readers.max(1) {
+        let count = options.readers.max(1);
+        let mut readers = Vec::with_capacity(count);
+        for _ in 0..count {
             readers.push(options.connect(OpenFlags::SQLITE_OPEN_READ_ONLY).map_err(sql)?);
         }
         let checkpoints = options.connect(OpenFlags::SQLITE_OPEN_READ_WRITE).map_err(sql)?;
@@ -191,6 +194,7 @@ impl Db {
             size: Arc::clone(&size),
             mirrors: Vec::new(),
             halted: false,
+            since_measured: 0,
             answer_early: options.torture.answer_early,
         };
         let thread = std::thread::Builder::new()
@@ -206,6 +210,7 @@ impl Db {
             inner: Arc::new(Inner {
                 queue,
                 readers: Readers::new(readers),
+                turns: Arc::new(Semaphore::new(count)),
                 size,
                 file: options.file.clone(),
                 restored,
@@ -219,7 +224,7 @@ impl Db {
     /// Cancel safety: a future dropped after its first poll may still be stored.
     pub async fn write<T, E, F>(&self, purpose: Purpose, work: F) -> Result<T, WriteError<E>>
     where
-        F: FnOnce(&Connection) -> Result<T, Stop<E>> + Send + 'static,
+        F: FnOnce(&Tx<'_>) -> Result<T, Stop<E>> + Send + 'static,
         T: Send + 'static,
         E: Send + 'static,
     {
@@ -232,7 +237,7 @@ impl Db {
     /// [`Db::write`] for a thread of one's own; it panics on a thread that drives a runtime.
     pub fn write_blocking<T, E, F>(&self, purpose: Purpose, work: F) -> Result<T, WriteError<E>>
     where
-        F: FnOnce(&Connection) -> Result<T, Stop<E>> + Send + 'static,
+        F: FnOnce(&Tx<'_>) -> Result<T, Stop<E>> + Send + 'static,
         T: Send + 'static,
         E: Send + 'static,
     {
@@ -249,7 +254,13 @@ impl Db {
         T: Send + 'static,
     {
         let inner = Arc::clone(&self.inner);
-        match tokio::task::spawn_blocking(move || inner.readers.read(work)).await {
+        // Threads are only taken by those who will get a connection at once.
+        let turn = Arc::clone(&inner.turns).acquire_owned().await;
+        let read = move || {
+            let _turn = turn;
+            inner.readers.read(work)
+        };
+        match tokio::task::spawn_blocking(read).await {
             Ok(answer) => answer,
             Err(stopped) => std::panic::resume_unwind(stopped.into_panic()),
         }

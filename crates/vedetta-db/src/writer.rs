@@ -4,6 +4,8 @@
 //! queue is full, callers wait. A batch is what had gathered while the batch before it was committed,
 //! so batches grow with the load and a lone caller never waits for company.
 
+use std::cell::{Cell, RefCell};
+use std::ops::Deref;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
@@ -13,6 +15,9 @@ use tokio::sync::{mpsc, oneshot};
 use crate::failpoint;
 use crate::space::Space;
 use crate::wal::WalKeeper;
+
+/// Commits after which the file's size is looked at again, under load.
+const MEASURE_EVERY: u32 = 16;
 
 /// What a write does to the disk, which decides whether it may run when the disk is full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,11 +76,45 @@ pub enum CommitError {
     Closed,
 }
 
+/// What a closure writes to: the connection, inside a savepoint of the closure's own.
+///
+/// The savepoint is opened by the first use, so a closure that only prepares changes in a [`Mirror`]
+/// costs no SQL at all.
+pub struct Tx<'c> {
+    connection: &'c Connection,
+    standing: Cell<Savepoint>,
+    failed: RefCell<Option<rusqlite::Error>>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Savepoint {
+    None,
+    Open,
+}
+
+impl Deref for Tx<'_> {
+    type Target = Connection;
+
+    fn deref(&self) -> &Connection {
+        if self.standing.get() == Savepoint::None {
+            self.standing.set(Savepoint::Open);
+            let open = self.connection.prepare_cached("SAVEPOINT unit");
+            if let Err(error) = open.and_then(|mut open| open.execute([])) {
+                // Whatever the closure does now is undone with the whole batch.
+                self.failed.borrow_mut().get_or_insert(error);
+            }
+        }
+        self.connection
+    }
+}
+
 /// State in memory that must move in step with the file.
 ///
 /// Closures prepare changes; they become visible only in `publish`, when they are on the disk. All
 /// methods are called on the writer thread.
 pub trait Mirror: Send {
+    /// All closures of the batch have run: write to the file what they prepared.
+    fn store(&mut self, connection: &Connection) -> rusqlite::Result<()>;
     /// The closure that just ran stands: its changes are part of the batch.
     fn keep(&mut self);
     /// The closure that just ran was undone: drop its changes.
@@ -89,7 +128,7 @@ pub trait Mirror: Send {
 /// One caller's write, with the caller's types hidden.
 pub(crate) trait Unit: Send {
     fn purpose(&self) -> Purpose;
-    fn run(&mut self, connection: &Connection) -> Ran;
+    fn run(&mut self, tx: &Tx<'_>) -> Ran;
     fn answer(self: Box<Self>, commit: Result<(), CommitError>);
 }
 
@@ -125,7 +164,7 @@ impl<F, T, E> Task<F, T, E> {
 
 impl<F, T, E> Unit for Task<F, T, E>
 where
-    F: FnOnce(&Connection) -> Result<T, Stop<E>> + Send,
+    F: FnOnce(&Tx<'_>) -> Result<T, Stop<E>> + Send,
     T: Send,
     E: Send,
 {
@@ -133,9 +172,9 @@ where
         self.purpose
     }
 
-    fn run(&mut self, connection: &Connection) -> Ran {
+    fn run(&mut self, tx: &Tx<'_>) -> Ran {
         let work = self.work.take().expect("a unit runs once");
-        match work(connection) {
+        match work(tx) {
             Ok(value) => {
                 self.outcome = Some(Ok(value));
                 Ran::Stored
@@ -169,6 +208,8 @@ pub(crate) struct Writer {
     pub(crate) size: Arc<std::sync::atomic::AtomicU64>,
     pub(crate) mirrors: Vec<Box<dyn Mirror>>,
     pub(crate) halted: bool,
+    /// Commits since the size was last looked at.
+    pub(crate) since_measured: u32,
     /// A planted bug, for the torture suite: answer before the commit.
     pub(crate) answer_early: bool,
 }
@@ -178,7 +219,6 @@ struct Statements<'c> {
     begin: Statement<'c>,
     commit: Statement<'c>,
     rollback: Statement<'c>,
-    savepoint: Statement<'c>,
     release: Statement<'c>,
     undo: Statement<'c>,
     size: Statement<'c>,
@@ -190,7 +230,6 @@ impl<'c> Statements<'c> {
             begin: connection.prepare("BEGIN IMMEDIATE")?,
             commit: connection.prepare("COMMIT")?,
             rollback: connection.prepare("ROLLBACK")?,
-            savepoint: connection.prepare("SAVEPOINT unit")?,
             release: connection.prepare("RELEASE unit")?,
             undo: connection.prepare("ROLLBACK TO unit")?,
             size: connection.prepare(
@@ -259,7 +298,10 @@ impl Writer {
             unit.answer(Ok(()));
         }
         self.wal.committed(connection);
-        self.measure(statements);
+        self.since_measured += 1;
+        if self.since_measured >= MEASURE_EVERY || self.inbox.is_empty() {
+            self.measure(statements);
+        }
     }
 
     /// Turns away what may not run now.
@@ -312,6 +354,11 @@ impl Writer {
                 }
             }
         }
+        for mirror in &mut self.mirrors {
+            if let Err(error) = mirror.store(connection) {
+                return Err((error, done));
+            }
+        }
         failpoint("db.before_commit");
         if self.answer_early {
             done.drain(..).for_each(|unit| unit.answer(Ok(())));
@@ -329,11 +376,19 @@ impl Writer {
         statements: &mut Statements<'_>,
         unit: &mut dyn Unit,
     ) -> rusqlite::Result<UnitRan> {
-        statements.savepoint.execute([])?;
-        let ran = catch_unwind(AssertUnwindSafe(|| unit.run(connection)));
+        let tx =
+            Tx { connection, standing: Cell::new(Savepoint::None), failed: RefCell::new(None) };
+        let ran = catch_unwind(AssertUnwindSafe(|| unit.run(&tx)));
         failpoint("db.unit");
+        let Tx { standing, failed, .. } = tx;
+        if let Some(error) = failed.into_inner() {
+            return Err(error);
+        }
+        let opened = standing.get() == Savepoint::Open;
         if let Ok(Ran::Stored) = ran {
-            statements.release.execute([])?;
+            if opened {
+                statements.release.execute([])?;
+            }
             self.mirrors.iter_mut().for_each(|m| m.keep());
             return Ok(UnitRan::Kept);
         }
@@ -348,8 +403,10 @@ impl Writer {
                 ),
             });
         }
-        statements.undo.execute([])?;
-        statements.release.execute([])?;
+        if opened {
+            statements.undo.execute([])?;
+            statements.release.execute([])?;
+        }
         Ok(match ran {
             Ok(Ran::Broke(error)) => UnitRan::Failed(self.classify(error)),
             Ok(_) => UnitRan::Undone,
@@ -374,7 +431,8 @@ impl Writer {
         CommitError::Failed(Arc::new(error))
     }
 
-    fn measure(&self, statements: &mut Statements<'_>) {
+    fn measure(&mut self, statements: &mut Statements<'_>) {
+        self.since_measured = 0;
         if let Ok(size) = statements.size.query_row([], |row| row.get::<_, i64>(0)) {
             self.size.store(size.unsigned_abs(), std::sync::atomic::Ordering::Relaxed);
         }

@@ -7,12 +7,11 @@
 //!  1 byte    4 bytes     over revision, count and events
 //! ```
 
-use std::sync::Arc;
-
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use vedetta_core::Revision;
 
+use crate::record::Stamps;
 use crate::{Cause, Change, Event, KeyValue, LeaseId};
 
 const FORMAT: u8 = 1;
@@ -41,9 +40,9 @@ enum Stored<'a> {
     },
 }
 
-/// Writes the row of `revision` into `row`, replacing what was there.
+/// Appends the row of `revision` to `row`.
 pub(crate) fn encode(revision: Revision, events: &[Event], row: &mut Vec<u8>) {
-    row.clear();
+    let start = row.len();
     row.extend_from_slice(&[FORMAT, 0, 0, 0, 0]);
     let mut out = std::mem::take(row);
     let mut append = |value: &dyn Fn(Vec<u8>) -> postcard::Result<Vec<u8>>| {
@@ -53,11 +52,11 @@ pub(crate) fn encode(revision: Revision, events: &[Event], row: &mut Vec<u8>) {
     for event in events {
         let stored = match &event.change {
             Change::Put(now) => Stored::Put {
-                key: &now.key,
-                value: &now.value,
-                created: now.created.0,
-                version: now.version,
-                lease: now.lease.map_or(0, LeaseId::get),
+                key: now.key(),
+                value: now.value(),
+                created: now.created().0,
+                version: now.version(),
+                lease: now.lease().map_or(0, LeaseId::get),
             },
             Change::Delete { key, cause } => {
                 Stored::Delete { key, expired: *cause == Cause::Expired }
@@ -66,8 +65,8 @@ pub(crate) fn encode(revision: Revision, events: &[Event], row: &mut Vec<u8>) {
         append(&|row| postcard::to_extend(&stored, row));
     }
     *row = out;
-    let crc = checksum(revision, &row[HEADER..]);
-    row[1..HEADER].copy_from_slice(&crc.to_le_bytes());
+    let crc = checksum(revision, &row[start + HEADER..]);
+    row[start + 1..start + HEADER].copy_from_slice(&crc.to_le_bytes());
 }
 
 /// Reads a row back, handing each event to `each`. `previous` is left empty: it is in another row.
@@ -77,6 +76,7 @@ pub(crate) fn decode(
     mut each: impl FnMut(Event),
 ) -> Result<(), Damaged> {
     let damaged = || Damaged(revision);
+    let mut scratch = Vec::new();
     let (&[format, a, b, c, d], payload) = row.split_first_chunk().ok_or_else(damaged)?;
     if format != FORMAT || u32::from_le_bytes([a, b, c, d]) != checksum(revision, payload) {
         return Err(damaged());
@@ -88,13 +88,13 @@ pub(crate) fn decode(
         rest = after;
         let change = match stored {
             Stored::Put { key, value, created, version, lease } => {
-                Change::Put(Arc::new(KeyValue {
+                let stamps = Stamps {
                     created: Revision(created),
                     modified: revision,
                     version,
                     lease: LeaseId::new(lease),
-                    ..packed(key, value)
-                }))
+                };
+                Change::Put(KeyValue::pack(stamps, key, value, &mut scratch))
             }
             Stored::Delete { key, expired } => Change::Delete {
                 key: Bytes::copy_from_slice(key),
@@ -119,39 +119,21 @@ fn checksum(revision: Revision, payload: &[u8]) -> u32 {
     crc.finalize()
 }
 
-/// A key and a value that share one allocation of their exact size, so that a stored value never keeps
-/// the larger buffer alive that it arrived in. The other fields are to be filled in.
-pub(crate) fn packed(key: &[u8], value: &[u8]) -> KeyValue {
-    let mut both = Vec::with_capacity(key.len() + value.len());
-    both.extend_from_slice(key);
-    both.extend_from_slice(value);
-    let mut key_part = Bytes::from(both);
-    let value = key_part.split_off(key.len());
-    KeyValue {
-        key: key_part,
-        value,
-        created: Revision(0),
-        modified: Revision(0),
-        version: 0,
-        lease: None,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn sample() -> Vec<Event> {
-        let put = KeyValue {
+        let stamps = Stamps {
             created: Revision(3),
             modified: Revision(7),
             version: 2,
             lease: LeaseId::new(-9),
-            ..packed(b"k", &[0, 255, 1])
         };
+        let put = KeyValue::pack(stamps, b"k", &[0, 255, 1], &mut Vec::new());
         let delete = Change::Delete { key: "gone".into(), cause: Cause::Expired };
         vec![
-            Event { revision: Revision(7), change: Change::Put(Arc::new(put)), previous: None },
+            Event { revision: Revision(7), change: Change::Put(put), previous: None },
             Event { revision: Revision(7), change: delete, previous: None },
         ]
     }
@@ -165,7 +147,7 @@ mod tests {
     fn a_row_comes_back_as_it_was_written() {
         let mut row = vec![9; 100];
         encode(Revision(7), &sample(), &mut row);
-        assert_eq!(read(7, &row).unwrap(), sample());
+        assert_eq!(read(7, &row[100..]).unwrap(), sample());
     }
 
     #[test]

@@ -15,7 +15,7 @@ use bytes::Bytes;
 use rusqlite::{Connection, OptionalExtension as _};
 use tokio::sync::oneshot;
 use vedetta_core::Revision;
-use vedetta_db::{Db, Purpose, Stop, WriteError, failpoint, rusqlite};
+use vedetta_db::{Db, Purpose, Stop, Tx, WriteError, failpoint, rusqlite};
 
 use crate::codec;
 use crate::index::Index;
@@ -133,7 +133,7 @@ impl Sweep {
 
     fn carry_out(&self, plan: Plan) -> Result<(), SweepError> {
         let Plan { rows, meta, passed, .. } = plan;
-        let write = move |connection: &Connection| {
+        let write = move |connection: &Tx<'_>| {
             for (revision, body) in rows {
                 let revision = revision.0.cast_signed();
                 match body {
@@ -261,7 +261,7 @@ fn plan(connection: &Connection, shared: &Shared, mark: Revision) -> Result<Plan
             condemn(&index, &event, mark, &mut doomed);
             let gone = matches!(event.change, Change::Delete { .. });
             passed.push(Passed {
-                key: event.key().clone(),
+                key: Bytes::copy_from_slice(event.key()),
                 revision,
                 drop_tombstone: gone && revision < mark,
             });
@@ -291,10 +291,10 @@ fn condemn(
     doomed: &mut BTreeMap<Revision, Vec<Bytes>>,
 ) {
     if let Some(before) = index.change_before(event.key(), event.revision) {
-        doomed.entry(before).or_default().push(event.key().clone());
+        doomed.entry(before).or_default().push(Bytes::copy_from_slice(event.key()));
     }
     if matches!(event.change, Change::Delete { .. }) && event.revision < mark {
-        doomed.entry(event.revision).or_default().push(event.key().clone());
+        doomed.entry(event.revision).or_default().push(Bytes::copy_from_slice(event.key()));
     }
 }
 
@@ -311,7 +311,7 @@ fn strike(
     let Some(body) = body else { return Ok(None) };
     let mut kept = Vec::new();
     codec::decode(revision, &body, |event| {
-        if !keys.contains(event.key()) {
+        if !keys.iter().any(|key| key == event.key()) {
             kept.push(event);
         }
     })

@@ -2,18 +2,16 @@
 
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
-use std::sync::Arc;
 
 use bytes::Bytes;
-use rusqlite::Connection;
 use vedetta_core::{KeyRange, Revision};
-use vedetta_db::{Stop, rusqlite};
+use vedetta_db::{Stop, Tx};
 
-use crate::codec::{self, packed};
 use crate::index::{Found, Index};
 use crate::lease::Leases;
 use crate::pending::{LeaseChange, Pending};
 use crate::range::{self, FetchError, lease_number};
+use crate::record::Stamps;
 use crate::request::{
     Compare, CompareOp, CompareTarget, Delete, Deleted, KvError, Op, OpReply, Put, PutDone,
     PutLease, PutValue, Range, Ranged, Txn, TxnDone,
@@ -26,7 +24,7 @@ const DEPTH: usize = 32;
 
 /// One closure's view of the store: what is published, what waits, and its own revision.
 pub(crate) struct Engine<'a> {
-    pub(crate) connection: &'a Connection,
+    pub(crate) tx: &'a Tx<'a>,
     pub(crate) index: &'a Index,
     pub(crate) pending: &'a mut Pending,
     pub(crate) leases: &'a Leases,
@@ -48,12 +46,12 @@ fn refuse<T>(why: KvError) -> Evaluated<T> {
 
 impl<'a> Engine<'a> {
     pub(crate) fn new(
-        connection: &'a Connection,
+        tx: &'a Tx<'a>,
         index: &'a Index,
         pending: &'a mut Pending,
         leases: &'a Leases,
     ) -> Self {
-        Self { connection, index, pending, leases, making: None }
+        Self { tx, index, pending, leases, making: None }
     }
 
     /// The revision the changes go into; there is one per transaction.
@@ -68,29 +66,24 @@ impl<'a> Engine<'a> {
             .revision
     }
 
-    /// Appends the row of the revision made, if any. The next change begins another.
-    pub(crate) fn seal(&mut self) -> rusqlite::Result<Revision> {
-        let Some(Making { revision, first }) = self.making.take() else {
-            return Ok(self.pending.revision);
-        };
-        let Pending { events, row, .. } = &mut *self.pending;
-        codec::encode(revision, &events[first..], row);
-        let sql = "INSERT INTO event (revision, body) VALUES (?1, ?2)";
-        let mut insert = self.connection.prepare_cached(sql)?;
-        insert.execute((revision.0.cast_signed(), &row[..]))?;
-        Ok(revision)
+    /// Ends the revision being made, if any; the next change begins another.
+    pub(crate) fn seal(&mut self) -> Revision {
+        if let Some(Making { revision, first }) = self.making.take() {
+            self.pending.seal(revision, first);
+        }
+        self.pending.revision
     }
 
     pub(crate) fn put(&mut self, put: &Put) -> Evaluated<PutDone> {
         let before = self.pending.latest(self.index, &put.key);
         let missing = || Stop::Refused(KvError::KeyNotFound(put.key.clone()));
         let value = match &put.value {
-            PutValue::Set(value) => value,
-            PutValue::Keep => &before.as_ref().ok_or_else(missing)?.value,
+            PutValue::Set(value) => &value[..],
+            PutValue::Keep => before.as_ref().ok_or_else(missing)?.value(),
         };
         let lease = match put.lease {
             PutLease::Set(lease) => lease,
-            PutLease::Keep => before.as_ref().ok_or_else(missing)?.lease,
+            PutLease::Keep => before.as_ref().ok_or_else(missing)?.lease(),
         };
         if let Some(lease) = lease
             && !self.has_lease(lease)
@@ -98,13 +91,13 @@ impl<'a> Engine<'a> {
             return refuse(KvError::LeaseNotFound(lease));
         }
         let revision = self.making();
-        let now = Arc::new(KeyValue {
-            created: before.as_ref().map_or(revision, |before| before.created),
+        let stamps = Stamps {
+            created: before.as_ref().map_or(revision, KeyValue::created),
             modified: revision,
-            version: before.as_ref().map_or(0, |before| before.version) + 1,
+            version: before.as_ref().map_or(0, KeyValue::version) + 1,
             lease,
-            ..packed(&put.key, value)
-        });
+        };
+        let now = KeyValue::pack(stamps, &put.key, value, &mut self.pending.scratch);
         let previous = put.previous.then(|| before.clone()).flatten();
         self.pending.record(Event { revision, change: Change::Put(now), previous: before });
         Ok(PutDone { revision, previous })
@@ -120,22 +113,25 @@ impl<'a> Engine<'a> {
         Ok(Deleted { revision: self.pending.revision, count, previous })
     }
 
-    fn remove(&mut self, before: Arc<KeyValue>, cause: Cause) {
+    fn remove(&mut self, before: KeyValue, cause: Cause) {
         let revision = self.making();
-        let change = Change::Delete { key: before.key.clone(), cause };
+        let change = Change::Delete { key: Bytes::copy_from_slice(before.key()), cause };
         self.pending.record(Event { revision, change, previous: Some(before) });
     }
 
     /// The keys of a range, as they are now.
-    fn now(&self, range: &KeyRange) -> Evaluated<Vec<Arc<KeyValue>>> {
+    fn now(&self, range: &KeyRange) -> Evaluated<Vec<KeyValue>> {
         if let KeyRange::One(key) = range {
             return Ok(self.pending.latest(self.index, key).into_iter().collect());
         }
         self.values(self.pending.collect(self.index, range, self.pending.revision))
     }
 
-    fn values(&self, found: Vec<Found>) -> Evaluated<Vec<Arc<KeyValue>>> {
-        range::fetch_all(found, self.connection).map_err(|error| match error {
+    fn values(&self, found: Vec<Found>) -> Evaluated<Vec<KeyValue>> {
+        if found.iter().all(|found| matches!(found, Found::Here(_))) {
+            return Ok(range::all_here(found));
+        }
+        range::fetch_all(found, self.tx).map_err(|error| match error {
             FetchError::Sql(error) => Stop::Sql(error),
             other => Stop::Refused(other.into()),
         })
@@ -190,19 +186,19 @@ impl<'a> Engine<'a> {
             }
         }
         self.pending.leases.push(LeaseChange::Ended { id });
-        self.connection.prepare_cached("DELETE FROM lease WHERE id = ?1")?.execute([id.get()])?;
+        self.tx.prepare_cached("DELETE FROM lease WHERE id = ?1")?.execute([id.get()])?;
         Ok(())
     }
 }
 
-fn holds_for(compare: &Compare, key: Option<&Arc<KeyValue>>) -> bool {
+fn holds_for(compare: &Compare, key: Option<&KeyValue>) -> bool {
     let order = match &compare.target {
-        CompareTarget::Version(want) => key.map_or(0, |key| key.version).cmp(want),
-        CompareTarget::Created(want) => key.map_or(Revision(0), |key| key.created).cmp(want),
-        CompareTarget::Modified(want) => key.map_or(Revision(0), |key| key.modified).cmp(want),
-        CompareTarget::Lease(want) => lease_number(key.and_then(|key| key.lease)).cmp(want),
+        CompareTarget::Version(want) => key.map_or(0, KeyValue::version).cmp(want),
+        CompareTarget::Created(want) => key.map_or(Revision(0), KeyValue::created).cmp(want),
+        CompareTarget::Modified(want) => key.map_or(Revision(0), KeyValue::modified).cmp(want),
+        CompareTarget::Lease(want) => lease_number(key.and_then(KeyValue::lease)).cmp(want),
         CompareTarget::Value(want) => match key {
-            Some(key) => key.value.cmp(want),
+            Some(key) => key.value().cmp(&want[..]),
             None => return false,
         },
     };

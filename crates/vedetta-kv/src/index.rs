@@ -7,20 +7,28 @@
 //! ```
 
 use std::collections::BTreeMap;
+use std::hash::BuildHasher as _;
 use std::ops::Bound;
-use std::sync::Arc;
 
 use bytes::Bytes;
+use hashbrown::{DefaultHashBuilder, HashTable};
+use slab::Slab;
 use vedetta_core::{KeyRange, Revision};
 
 use crate::{Change, Event, KeyValue};
 
 /// The published state. Readers hold its lock for a bounded number of keys at a time.
+///
+/// A key is found by its hash, which costs the same however many there are; the tree is for order, and
+/// touched only when a key comes or goes.
 #[derive(Debug, Default)]
 pub(crate) struct Index {
-    keys: BTreeMap<Bytes, Chain>,
-    /// How many of them exist now.
-    existing: usize,
+    chains: Slab<Chain>,
+    by_key: HashTable<usize>,
+    in_order: BTreeMap<Box<[u8]>, usize>,
+    hasher: DefaultHashBuilder,
+    /// How many keys exist now.
+    pub(crate) existing: usize,
     /// The newest revision published.
     pub(crate) revision: Revision,
     /// The oldest revision that can be read or watched from.
@@ -29,17 +37,14 @@ pub(crate) struct Index {
 
 /// The life of one key.
 #[derive(Debug)]
-pub(crate) struct Chain {
-    head: Head,
+struct Chain {
+    /// The last change.
+    stamp: Stamp,
+    /// The key now; when it is gone, nothing but its name.
+    head: KeyValue,
     /// Earlier changes, oldest first. Boxed: most keys have none, and a key should be small.
     #[expect(clippy::box_collection, reason = "8 bytes instead of 24 in every key")]
     older: Option<Box<Vec<Stamp>>>,
-}
-
-#[derive(Debug, Clone)]
-enum Head {
-    Live(Arc<KeyValue>),
-    Gone(Revision),
 }
 
 /// A revision in which a key changed, and whether it was deleted then.
@@ -47,8 +52,8 @@ enum Head {
 struct Stamp(u64);
 
 impl Stamp {
-    fn new(revision: Revision, gone: bool) -> Self {
-        Self(revision.0 << 1 | u64::from(gone))
+    fn of(event: &Event) -> Self {
+        Self(event.revision.0 << 1 | u64::from(matches!(event.change, Change::Delete { .. })))
     }
     fn revision(self) -> Revision {
         Revision(self.0 >> 1)
@@ -58,18 +63,10 @@ impl Stamp {
     }
 }
 
-impl Head {
-    fn of(change: &Change, revision: Revision) -> Self {
-        match change {
-            Change::Put(now) => Self::Live(Arc::clone(now)),
-            Change::Delete { .. } => Self::Gone(revision),
-        }
-    }
-    fn stamp(&self) -> Stamp {
-        match self {
-            Self::Live(now) => Stamp::new(now.modified, false),
-            Self::Gone(revision) => Stamp::new(*revision, true),
-        }
+fn head(change: &Change) -> KeyValue {
+    match change {
+        Change::Put(now) => now.clone(),
+        Change::Delete { key, .. } => KeyValue::bare(key),
     }
 }
 
@@ -77,38 +74,42 @@ impl Head {
 #[derive(Debug, Clone)]
 pub(crate) enum Found {
     /// Its value is in memory.
-    Here(Arc<KeyValue>),
+    Here(KeyValue),
     /// Its value is in the row of that revision.
     InRow(Bytes, Revision),
 }
 
 impl Chain {
-    pub(crate) fn new(event: &Event) -> Self {
-        Self { head: Head::of(&event.change, event.revision), older: None }
+    fn new(event: &Event) -> Self {
+        Self { stamp: Stamp::of(event), head: head(&event.change), older: None }
     }
 
-    pub(crate) fn push(&mut self, event: &Event) {
-        let before = std::mem::replace(&mut self.head, Head::of(&event.change, event.revision));
-        self.older.get_or_insert_default().push(before.stamp());
+    fn push(&mut self, event: &Event) {
+        self.older.get_or_insert_default().push(self.stamp);
+        self.stamp = Stamp::of(event);
+        self.head = head(&event.change);
+    }
+
+    fn now(&self) -> Option<&KeyValue> {
+        (!self.stamp.gone()).then_some(&self.head)
     }
 
     /// The key as of revision `at`; `None` when it did not exist then.
-    fn at(&self, key: &Bytes, at: Revision) -> Option<Found> {
-        let head = self.head.stamp();
-        if head.revision() <= at {
-            return match &self.head {
-                Head::Live(now) => Some(Found::Here(Arc::clone(now))),
-                Head::Gone(_) => None,
-            };
+    fn at(&self, at: Revision) -> Option<Found> {
+        if self.stamp.revision() <= at {
+            return self.now().cloned().map(Found::Here);
         }
-        let stamp = self.last_before(at.next())?;
-        (!stamp.gone()).then(|| Found::InRow(key.clone(), stamp.revision()))
+        self.in_row(self.last_before(at.next())?)
+    }
+
+    fn in_row(&self, stamp: Stamp) -> Option<Found> {
+        let key = || Bytes::copy_from_slice(self.head.key());
+        (!stamp.gone()).then(|| Found::InRow(key(), stamp.revision()))
     }
 
     fn exists_at(&self, at: Revision) -> bool {
-        let head = self.head.stamp();
-        if head.revision() <= at {
-            return !head.gone();
+        if self.stamp.revision() <= at {
+            return !self.stamp.gone();
         }
         self.last_before(at.next()).is_some_and(|stamp| !stamp.gone())
     }
@@ -122,74 +123,78 @@ impl Chain {
 }
 
 impl Index {
-    /// For loading: all keys at once.
-    pub(crate) fn from_chains(
-        keys: BTreeMap<Bytes, Chain>,
-        revision: Revision,
-        compacted: Revision,
-    ) -> Self {
-        let mut index = Self { keys, existing: 0, revision, compacted };
-        index.existing = index.live().count();
-        index
+    fn place(&self, key: &[u8]) -> Option<usize> {
+        let hash = self.hasher.hash_one(key);
+        self.by_key.find(hash, |&place| self.chains[place].head.key() == key).copied()
+    }
+
+    fn chain(&self, key: &[u8]) -> Option<&Chain> {
+        self.place(key).map(|place| &self.chains[place])
     }
 
     /// The key now.
-    pub(crate) fn get(&self, key: &[u8]) -> Option<&Arc<KeyValue>> {
-        match &self.keys.get(key)?.head {
-            Head::Live(now) => Some(now),
-            Head::Gone(_) => None,
-        }
+    pub(crate) fn get(&self, key: &[u8]) -> Option<&KeyValue> {
+        self.chain(key)?.now()
     }
 
     /// The key as of revision `at`.
     pub(crate) fn get_at(&self, key: &[u8], at: Revision) -> Option<Found> {
-        let (key, chain) = self.keys.get_key_value(key)?;
-        chain.at(key, at)
+        self.chain(key)?.at(at)
     }
 
     /// Makes an event part of the state.
     pub(crate) fn apply(&mut self, event: &Event) {
-        let existed = match self.keys.get_mut(event.key()) {
-            Some(chain) => {
-                let existed = matches!(chain.head, Head::Live(_));
-                chain.push(event);
-                existed
-            }
-            None => {
-                self.keys.insert(event.key().clone(), Chain::new(event));
-                false
-            }
-        };
+        let key = event.key();
+        if let Some(place) = self.push(event) {
+            self.in_order.insert(Box::from(key), place);
+        }
+    }
+
+    /// The same without keeping the order, for loading: [`Index::set_order`] must follow.
+    pub(crate) fn apply_unordered(&mut self, event: &Event) {
+        self.push(event);
+    }
+
+    /// Puts all keys in order.
+    pub(crate) fn set_order(&mut self) {
+        let key = |(place, chain): (usize, &Chain)| (Box::from(chain.head.key()), place);
+        self.in_order = self.chains.iter().map(key).collect();
+    }
+
+    /// Returns the place of a key that was not there.
+    fn push(&mut self, event: &Event) -> Option<usize> {
         self.existing += usize::from(event.now().is_some());
-        self.existing -= usize::from(existed);
+        if let Some(place) = self.place(event.key()) {
+            let chain = &mut self.chains[place];
+            self.existing -= usize::from(chain.now().is_some());
+            chain.push(event);
+            return None;
+        }
+        let place = self.chains.insert(Chain::new(event));
+        let (chains, hasher) = (&self.chains, &self.hasher);
+        let hash = |key: &[u8]| hasher.hash_one(key);
+        self.by_key.insert_unique(hash(event.key()), place, |&p| hash(chains[p].head.key()));
+        Some(place)
     }
 
-    /// The keys of `range` in order, from `from` on, those that do not exist now included.
-    fn walk<'a>(
-        &'a self,
-        range: &'a KeyRange,
-        from: Option<&'a Bytes>,
-    ) -> impl Iterator<Item = (&'a Bytes, &'a Chain)> {
-        let bounds = range
-            .bounds()
-            .map(|(start, end)| (from.map_or(start, |from| Bound::Included(&from[..])), end));
-        bounds.into_iter().flat_map(|bounds| self.keys.range::<[u8], _>(bounds))
-    }
-
-    /// Visits up to `most` keys of `range` that exist at `at`, in order from `from` on. Returns where
-    /// to go on, if there is more. It looks at no more than a fixed number of keys in one go.
+    /// Visits the keys of `range` that exist at `at`, in order from `from` on, looking at `most` at
+    /// most. Returns where to go on, if there is more.
     pub(crate) fn visit(
         &self,
         range: &KeyRange,
-        from: Option<&Bytes>,
+        from: Option<&[u8]>,
         at: Revision,
         most: usize,
         mut visit: impl FnMut(Visit<'_>),
-    ) -> Option<Bytes> {
-        for (seen, (key, chain)) in self.walk(range, from).enumerate() {
+    ) -> Option<Box<[u8]>> {
+        let (start, end) = range.bounds()?;
+        let start = from.map_or(start, Bound::Included);
+        let keys = self.in_order.range::<[u8], _>((start, end));
+        for (seen, (key, &place)) in keys.enumerate() {
             if seen == most {
                 return Some(key.clone());
             }
+            let chain = &self.chains[place];
             if chain.exists_at(at) {
                 visit(Visit { key, chain, at });
             }
@@ -197,21 +202,21 @@ impl Index {
         None
     }
 
-    /// The value a key had before the event of `revision`, if it is still kept: where it is.
+    /// Where the value is that a key had before the event of `revision`, if it is still kept.
     pub(crate) fn before(&self, key: &[u8], revision: Revision) -> Option<Found> {
-        let (key, chain) = self.keys.get_key_value(key)?;
-        let stamp = chain.last_before(revision)?;
-        (!stamp.gone()).then(|| Found::InRow(key.clone(), stamp.revision()))
+        let chain = self.chain(key)?;
+        chain.in_row(chain.last_before(revision)?)
     }
 
     /// The change of `key` before the one in `revision`, whatever it was.
     pub(crate) fn change_before(&self, key: &[u8], revision: Revision) -> Option<Revision> {
-        self.keys.get(key)?.last_before(revision).map(Stamp::revision)
+        self.chain(key)?.last_before(revision).map(Stamp::revision)
     }
 
     /// Forgets what `key` was before `revision`; and the key itself if it was deleted then for good.
     pub(crate) fn forget(&mut self, key: &[u8], revision: Revision, drop_tombstone: bool) {
-        let Some(chain) = self.keys.get_mut(key) else { return };
+        let Some(place) = self.place(key) else { return };
+        let chain = &mut self.chains[place];
         let keep_from = if drop_tombstone { revision.next() } else { revision };
         if let Some(older) = &mut chain.older {
             older.retain(|stamp| stamp.revision() >= keep_from);
@@ -219,45 +224,41 @@ impl Index {
                 chain.older = None;
             }
         }
-        let head = chain.head.stamp();
-        if head.gone() && head.revision() < keep_from {
-            self.keys.remove(key);
+        if chain.stamp.gone() && chain.stamp.revision() < keep_from {
+            let hash = self.hasher.hash_one(key);
+            if let Ok(entry) = self.by_key.find_entry(hash, |&other| other == place) {
+                entry.remove();
+            }
+            self.in_order.remove(key);
+            self.chains.remove(place);
         }
     }
 
-    /// Every key that exists now.
-    pub(crate) fn live(&self) -> impl Iterator<Item = &Arc<KeyValue>> {
-        self.keys.values().filter_map(|chain| match &chain.head {
-            Head::Live(now) => Some(now),
-            Head::Gone(_) => None,
-        })
+    /// Every key that exists now, in no order.
+    pub(crate) fn live(&self) -> impl Iterator<Item = &KeyValue> {
+        self.chains.iter().filter_map(|(_, chain)| chain.now())
     }
 
     /// How many keys are in memory, deleted ones with a history included.
     pub(crate) fn len(&self) -> usize {
-        self.keys.len()
-    }
-
-    /// How many keys exist now.
-    pub(crate) fn existing(&self) -> usize {
-        self.existing
+        self.chains.len()
     }
 }
 
 /// A key met on a walk.
 pub(crate) struct Visit<'a> {
-    key: &'a Bytes,
+    key: &'a [u8],
     chain: &'a Chain,
     at: Revision,
 }
 
 impl Visit<'_> {
-    pub(crate) fn key(&self) -> &Bytes {
+    pub(crate) fn key(&self) -> &[u8] {
         self.key
     }
 
     pub(crate) fn found(&self) -> Found {
-        self.chain.at(self.key, self.at).expect("only keys that exist are visited")
+        self.chain.at(self.at).expect("only keys that exist are visited")
     }
 }
 
@@ -265,7 +266,7 @@ impl Visit<'_> {
 mod tests {
     use super::*;
     use crate::Cause;
-    use crate::codec::packed;
+    use crate::record::Stamps;
 
     /// `"2 5 7x 9"`: puts in 2, 5 and 9, a delete in 7.
     fn index(life: &str) -> Index {
@@ -276,7 +277,8 @@ mod tests {
             let change = if gone {
                 Change::Delete { key: "k".into(), cause: Cause::Asked }
             } else {
-                Change::Put(Arc::new(KeyValue { modified: revision, ..packed(b"k", b"v") }))
+                let stamps = Stamps { modified: revision, ..Stamps::default() };
+                Change::Put(KeyValue::pack(stamps, b"k", b"v", &mut Vec::new()))
             };
             index.apply(&Event { revision, change, previous: None });
         }
@@ -285,7 +287,7 @@ mod tests {
 
     fn seen(index: &Index, at: u64) -> Option<u64> {
         index.get_at(b"k", Revision(at)).map(|found| match found {
-            Found::Here(now) => now.modified.0,
+            Found::Here(now) => now.modified().0,
             Found::InRow(_, revision) => revision.0,
         })
     }

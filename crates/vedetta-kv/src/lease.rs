@@ -99,18 +99,18 @@ impl Leases {
 
     /// For loading.
     pub(crate) fn load_key(&self, key: &KeyValue) {
-        if let Some(id) = key.lease
+        if let Some(id) = key.lease()
             && let Some(lease) = self.state.lock().live.get_mut(&id)
         {
-            lease.keys.insert(key.key.clone());
+            lease.keys.insert(Bytes::copy_from_slice(key.key()));
         }
     }
 
     /// Makes a durable batch visible.
     pub(crate) fn publish(&self, changes: &[LeaseChange], events: &[Event]) {
         let concerns = |event: &Event| {
-            event.now().is_some_and(|now| now.lease.is_some())
-                || event.previous.as_ref().is_some_and(|before| before.lease.is_some())
+            event.now().is_some_and(|now| now.lease().is_some())
+                || event.previous.as_ref().is_some_and(|before| before.lease().is_some())
         };
         if changes.is_empty() && !events.iter().any(concerns) {
             return;
@@ -236,15 +236,15 @@ impl State {
     }
 
     fn attach(&mut self, event: &Event) {
-        let before = event.previous.as_ref().and_then(|before| before.lease);
-        let now = event.now().and_then(|now| now.lease);
+        let before = event.previous.as_ref().and_then(KeyValue::lease);
+        let now = event.now().and_then(KeyValue::lease);
         if before != now
             && let Some(lease) = before.and_then(|id| self.live.get_mut(&id))
         {
             lease.keys.remove(event.key());
         }
         if let Some(lease) = now.and_then(|id| self.live.get_mut(&id)) {
-            lease.keys.insert(event.key().clone());
+            lease.keys.insert(Bytes::copy_from_slice(event.key()));
         }
     }
 

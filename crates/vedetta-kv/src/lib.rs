@@ -21,6 +21,7 @@ mod lease;
 mod load;
 mod pending;
 mod range;
+mod record;
 mod request;
 mod store;
 mod watch;
@@ -28,6 +29,7 @@ mod watch;
 pub use check::check;
 pub use compact::Keep;
 pub use lease::{LeaseId, LeaseInfo};
+pub use record::KeyValue;
 pub use request::{
     Compare, CompareOp, CompareTarget, Delete, Deleted, KvError, Op, OpReply, Order, Put, PutDone,
     PutLease, PutValue, Range, Ranged, SortBy, Txn, TxnDone,
@@ -37,27 +39,8 @@ pub use store::{Limits, OpenError, Options, SCHEMA, Status, Store};
 pub use vedetta_db::CommitError;
 pub use watch::{Batch, WatchError, WatchOptions, Watcher};
 
-use std::sync::Arc;
-
 use bytes::Bytes;
 use vedetta_core::Revision;
-
-/// A key as it is, or was, at some revision.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct KeyValue {
-    /// The key.
-    pub key: Bytes,
-    /// Its value.
-    pub value: Bytes,
-    /// The revision that made the key.
-    pub created: Revision,
-    /// The revision that gave it this value.
-    pub modified: Revision,
-    /// How often it was put since it was made: 1 is the first.
-    pub version: u64,
-    /// The lease that will take it along.
-    pub lease: Option<LeaseId>,
-}
 
 /// One change of one key.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -67,14 +50,14 @@ pub struct Event {
     /// What happened.
     pub change: Change,
     /// The key before, if it existed and that value is still kept.
-    pub previous: Option<Arc<KeyValue>>,
+    pub previous: Option<KeyValue>,
 }
 
 /// What happened to a key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
     /// It has this value now.
-    Put(Arc<KeyValue>),
+    Put(KeyValue),
     /// It is gone.
     Delete {
         /// The key.
@@ -95,15 +78,15 @@ pub enum Cause {
 
 impl Event {
     /// The key it is about.
-    pub fn key(&self) -> &Bytes {
+    pub fn key(&self) -> &[u8] {
         match &self.change {
-            Change::Put(now) => &now.key,
+            Change::Put(now) => now.key(),
             Change::Delete { key, .. } => key,
         }
     }
 
     /// The key as it is after the event; `None` when it is gone.
-    pub fn now(&self) -> Option<&Arc<KeyValue>> {
+    pub fn now(&self) -> Option<&KeyValue> {
         match &self.change {
             Change::Put(now) => Some(now),
             Change::Delete { .. } => None,

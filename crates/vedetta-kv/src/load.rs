@@ -1,9 +1,7 @@
 //! From the file into memory, checking every row on the way.
 
-use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use parking_lot::{Mutex, RwLock};
 use rusqlite::{Connection, OptionalExtension as _};
 use vedetta_core::Revision;
@@ -11,7 +9,7 @@ use vedetta_db::{Db, Purpose, Stop, WriteError, rusqlite};
 
 use crate::LeaseId;
 use crate::codec;
-use crate::index::{Chain, Index};
+use crate::index::Index;
 use crate::lease::Leases;
 use crate::pending::Pending;
 use crate::store::{Age, OpenError, Shared};
@@ -101,7 +99,7 @@ impl From<rusqlite::Error> for Unsound {
 }
 
 pub(crate) fn load_index(connection: &Connection, meta: Meta) -> Result<Index, Unsound> {
-    let mut chains: HashMap<Bytes, Chain> = HashMap::new();
+    let mut index = Index::default();
     let mut check = Check::new(meta);
     let mut select = connection.prepare("SELECT revision, body FROM event ORDER BY revision")?;
     let mut rows = select.query([])?;
@@ -109,15 +107,13 @@ pub(crate) fn load_index(connection: &Connection, meta: Meta) -> Result<Index, U
         let revision = Revision(row.get::<_, i64>(0)?.cast_unsigned());
         let body = row.get_ref(1)?.as_blob().map_err(rusqlite::Error::from)?;
         check.row(revision, body).map_err(Unsound::Rows)?;
-        codec::decode(revision, body, |event| match chains.get_mut(event.key()) {
-            Some(chain) => chain.push(&event),
-            None => drop(chains.insert(event.key().clone(), Chain::new(&event))),
-        })
-        .map_err(|damaged| Unsound::Rows(OpenError::Damaged(damaged.0)))?;
+        codec::decode(revision, body, |event| index.apply_unordered(&event))
+            .map_err(|damaged| Unsound::Rows(OpenError::Damaged(damaged.0)))?;
     }
-    let revision = check.end().map_err(Unsound::Rows)?;
-    let sorted: BTreeMap<_, _> = chains.into_iter().collect();
-    Ok(Index::from_chains(sorted, revision, meta.compacted))
+    index.set_order();
+    index.revision = check.end().map_err(Unsound::Rows)?;
+    index.compacted = meta.compacted;
+    Ok(index)
 }
 
 /// Notices rows that are gone: above the swept part every revision has one; in it their number and

@@ -4,13 +4,18 @@
 //! closure that is undone takes its part back; the rest is published when it is durable, or dropped.
 
 use std::collections::BTreeMap;
-use std::ops::Bound;
-use std::sync::Arc;
+use std::hash::BuildHasher as _;
+use std::ops::Range;
 use std::time::Duration;
 
 use bytes::Bytes;
+use hashbrown::hash_table::Entry;
+use hashbrown::{DefaultHashBuilder, HashTable};
+use rusqlite::Connection;
 use vedetta_core::{KeyRange, Revision};
+use vedetta_db::rusqlite;
 
+use crate::codec;
 use crate::index::{Found, Index};
 use crate::{Event, KeyValue, LeaseId};
 
@@ -22,16 +27,22 @@ pub(crate) struct Pending {
     pub(crate) compacted: Revision,
     /// The events of the batch, in order.
     pub(crate) events: Vec<Event>,
-    /// Keys of the batch: where in `events` each was changed, oldest first.
-    keys: BTreeMap<Bytes, Vec<usize>>,
+    /// For each event, the one before it that changed the same key in this batch.
+    earlier: Vec<Option<usize>>,
+    /// The last event of each key of the batch, found by its key.
+    keys: HashTable<usize>,
+    hasher: DefaultHashBuilder,
     /// Leases of the batch, in order.
     pub(crate) leases: Vec<LeaseChange>,
+    /// The rows of the batch: where in `encoded` each lies.
+    rows: Vec<(Revision, Range<usize>)>,
+    encoded: Vec<u8>,
+    /// For putting records together.
+    pub(crate) scratch: Vec<u8>,
     /// Where the running closure started.
     unit: Mark,
     /// Where the batch started.
     batch: Mark,
-    /// The row being encoded; kept for its capacity.
-    pub(crate) row: Vec<u8>,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -40,6 +51,7 @@ struct Mark {
     compacted: Revision,
     events: usize,
     leases: usize,
+    rows: usize,
 }
 
 #[derive(Debug, Clone)]
@@ -51,7 +63,7 @@ pub(crate) enum LeaseChange {
 
 impl Pending {
     pub(crate) fn new(revision: Revision, compacted: Revision) -> Self {
-        let mark = Mark { revision, compacted, events: 0, leases: 0 };
+        let mark = Mark { revision, compacted, ..Mark::default() };
         Self { revision, compacted, unit: mark, batch: mark, ..Self::default() }
     }
 
@@ -61,12 +73,45 @@ impl Pending {
             compacted: self.compacted,
             events: self.events.len(),
             leases: self.leases.len(),
+            rows: self.rows.len(),
         }
     }
 
     pub(crate) fn record(&mut self, event: Event) {
-        self.keys.entry(event.key().clone()).or_default().push(self.events.len());
+        let place = self.events.len();
+        let (events, hasher) = (&self.events, &self.hasher);
+        let hash = |key: &[u8]| hasher.hash_one(key);
+        let same = |&other: &usize| events[other].key() == event.key();
+        let earlier = match self.keys.entry(hash(event.key()), same, |&p| hash(events[p].key())) {
+            Entry::Occupied(mut last) => Some(std::mem::replace(last.get_mut(), place)),
+            Entry::Vacant(free) => {
+                free.insert(place);
+                None
+            }
+        };
+        self.earlier.push(earlier);
         self.events.push(event);
+    }
+
+    /// Turns the events from `first` on into the row of `revision`.
+    pub(crate) fn seal(&mut self, revision: Revision, first: usize) {
+        let start = self.encoded.len();
+        codec::encode(revision, &self.events[first..], &mut self.encoded);
+        self.rows.push((revision, start..self.encoded.len()));
+    }
+
+    /// Appends the rows of the batch to the file.
+    pub(crate) fn store(&mut self, connection: &Connection) -> rusqlite::Result<()> {
+        if self.rows.is_empty() {
+            return Ok(());
+        }
+        let sql = "INSERT INTO event (revision, body) VALUES (?1, ?2)";
+        let mut insert = connection.prepare_cached(sql)?;
+        for (revision, place) in self.rows.drain(..) {
+            insert.execute((revision.0.cast_signed(), &self.encoded[place]))?;
+        }
+        self.encoded.clear();
+        Ok(())
     }
 
     /// Closure done, its changes stand.
@@ -76,13 +121,22 @@ impl Pending {
 
     /// Closure undone.
     pub(crate) fn undo(&mut self) {
-        for event in self.events.drain(self.unit.events..) {
-            if let Some(places) = self.keys.get_mut(event.key()) {
-                places.pop();
-                if places.is_empty() {
-                    self.keys.remove(event.key());
-                }
+        while self.events.len() > self.unit.events {
+            let (Some(event), Some(earlier)) = (self.events.pop(), self.earlier.pop()) else {
+                break;
+            };
+            let (place, hash) = (self.events.len(), self.hasher.hash_one(event.key()));
+            let Ok(mut last) = self.keys.find_entry(hash, |&other| other == place) else {
+                continue;
+            };
+            match earlier {
+                Some(earlier) => *last.get_mut() = earlier,
+                None => drop(last.remove()),
             }
+        }
+        if let Some((_, first)) = self.rows.get(self.unit.rows) {
+            self.encoded.truncate(first.start);
+            self.rows.truncate(self.unit.rows);
         }
         self.leases.truncate(self.unit.leases);
         self.revision = self.unit.revision;
@@ -91,58 +145,77 @@ impl Pending {
 
     /// Batch durable: hands out what is to be shown.
     pub(crate) fn take(&mut self) -> (Vec<Event>, Vec<LeaseChange>) {
-        self.keys.clear();
-        let taken = (std::mem::take(&mut self.events), std::mem::take(&mut self.leases));
+        let events = std::mem::take(&mut self.events);
+        let leases = std::mem::take(&mut self.leases);
+        self.clear();
         self.unit = self.mark();
         self.batch = self.unit;
-        taken
+        (events, leases)
     }
 
     /// Batch lost.
     pub(crate) fn discard(&mut self) {
-        self.keys.clear();
-        self.events.clear();
-        self.leases.clear();
+        self.clear();
         self.revision = self.batch.revision;
         self.compacted = self.batch.compacted;
         self.unit = self.batch;
     }
 
+    fn clear(&mut self) {
+        self.keys.clear();
+        self.earlier.clear();
+        self.events.clear();
+        self.leases.clear();
+        self.rows.clear();
+        self.encoded.clear();
+    }
+
     /// The key as the next closure should see it.
-    pub(crate) fn latest(&self, index: &Index, key: &[u8]) -> Option<Arc<KeyValue>> {
-        match self.keys.get(key).and_then(|places| places.last()) {
+    pub(crate) fn latest(&self, index: &Index, key: &[u8]) -> Option<KeyValue> {
+        let hash = self.hasher.hash_one(key);
+        match self.keys.find(hash, |&place| self.events[place].key() == key) {
             Some(&place) => self.events[place].now().cloned(),
             None => index.get(key).cloned(),
         }
     }
 
+    /// The last event of a key in this batch at or before `at`.
+    fn event_at(&self, last: usize, at: Revision) -> Option<&Event> {
+        let mut place = Some(last);
+        while let Some(found) = place {
+            let event = &self.events[found];
+            if event.revision <= at {
+                return Some(event);
+            }
+            place = self.earlier[found];
+        }
+        None
+    }
+
     /// All keys of `range` as of `at`, in order.
     pub(crate) fn collect(&self, index: &Index, range: &KeyRange, at: Revision) -> Vec<Found> {
-        let mut found: BTreeMap<Bytes, Found> = BTreeMap::new();
-        let mut plain = Vec::new();
-        let touched = range.bounds().is_some_and(|bounds| {
-            self.keys.range::<[u8], (Bound<&[u8]>, Bound<&[u8]>)>(bounds).next().is_some()
-        });
+        let mut touched: BTreeMap<&[u8], Option<Found>> = BTreeMap::new();
+        for &last in &self.keys {
+            let key = self.events[last].key();
+            if range.contains(key)
+                && let Some(event) = self.event_at(last, at)
+            {
+                touched.insert(key, event.now().cloned().map(Found::Here));
+            }
+        }
+        let mut all = Vec::new();
+        let mut waiting = touched.into_iter().peekable();
         index.visit(range, None, at, usize::MAX, |visit| {
-            if touched {
-                found.insert(visit.key().clone(), visit.found());
-            } else {
-                plain.push(visit.found());
+            while let Some((_, found)) = waiting.next_if(|(key, _)| *key < visit.key()) {
+                all.extend(found);
+            }
+            match waiting.next_if(|(key, _)| *key == visit.key()) {
+                Some((_, found)) => all.extend(found),
+                None => all.push(visit.found()),
             }
         });
-        if !touched {
-            return plain;
-        }
-        let bounds = range.bounds().expect("a touched range is not empty");
-        for (key, places) in self.keys.range::<[u8], _>(bounds) {
-            let before = places.iter().rev().find(|&&place| self.events[place].revision <= at);
-            match before.map(|&place| self.events[place].now()) {
-                Some(Some(now)) => drop(found.insert(key.clone(), Found::Here(Arc::clone(now)))),
-                Some(None) => drop(found.remove(key)),
-                None => {}
-            }
-        }
-        found.into_values().collect()
+        all.extend(waiting.filter_map(|(_, found)| found));
+        all
     }
 
     /// The keys that have `lease`, given those that had it when last published.
@@ -153,10 +226,10 @@ impl Pending {
         published: impl IntoIterator<Item = Bytes>,
     ) -> Vec<Bytes> {
         let mut keys: Vec<Bytes> = published.into_iter().collect();
-        keys.extend(self.keys.keys().cloned());
+        keys.extend(self.keys.iter().map(|&last| Bytes::copy_from_slice(self.events[last].key())));
         keys.sort_unstable();
         keys.dedup();
-        keys.retain(|key| self.latest(index, key).is_some_and(|now| now.lease == Some(lease)));
+        keys.retain(|key| self.latest(index, key).is_some_and(|now| now.lease() == Some(lease)));
         keys
     }
 

@@ -1,7 +1,6 @@
 //! Reading keys: at which revision, where the values are, and the finishing touches.
 
 use std::cmp::Ordering;
-use std::sync::Arc;
 
 use bytes::Bytes;
 use rusqlite::{Connection, OptionalExtension as _};
@@ -58,7 +57,7 @@ pub(crate) fn fetch(
     connection: &Connection,
     key: &Bytes,
     revision: Revision,
-) -> Result<Arc<KeyValue>, FetchError> {
+) -> Result<KeyValue, FetchError> {
     let sql = "SELECT body FROM event WHERE revision = ?1";
     let mut select = connection.prepare_cached(sql)?;
     let mut wanted = None;
@@ -66,7 +65,7 @@ pub(crate) fn fetch(
         .query_row([revision.0.cast_signed()], |row| {
             let body = row.get_ref(0)?.as_blob()?;
             Ok(codec::decode(revision, body, |event| {
-                if event.key() == key {
+                if event.key() == &key[..] {
                     wanted = event.now().cloned();
                 }
             }))
@@ -76,11 +75,20 @@ pub(crate) fn fetch(
     wanted.ok_or(FetchError::Missing(revision))
 }
 
+/// The values, when all are in memory.
+pub(crate) fn all_here(found: Vec<Found>) -> Vec<KeyValue> {
+    let here = |found| match found {
+        Found::Here(now) => Some(now),
+        Found::InRow(..) => None,
+    };
+    found.into_iter().filter_map(here).collect()
+}
+
 /// Gets the values that are not in memory.
 pub(crate) fn fetch_all(
     found: Vec<Found>,
     connection: &Connection,
-) -> Result<Vec<Arc<KeyValue>>, FetchError> {
+) -> Result<Vec<KeyValue>, FetchError> {
     let here = |found| match found {
         Found::Here(now) => Ok(now),
         Found::InRow(key, revision) => fetch(connection, &key, revision),
@@ -107,26 +115,26 @@ fn has_bounds(request: &Range) -> bool {
 /// Bounds, order, limit, and leaving out values.
 pub(crate) fn finish(
     request: &Range,
-    mut keys: Vec<Arc<KeyValue>>,
+    mut keys: Vec<KeyValue>,
     count: usize,
     revision: Revision,
 ) -> Ranged {
     if has_bounds(request) {
         keys.retain(|key| {
-            request.min_modified.is_none_or(|min| key.modified >= min)
-                && request.max_modified.is_none_or(|max| key.modified <= max)
-                && request.min_created.is_none_or(|min| key.created >= min)
-                && request.max_created.is_none_or(|max| key.created <= max)
+            request.min_modified.is_none_or(|min| key.modified() >= min)
+                && request.max_modified.is_none_or(|max| key.modified() <= max)
+                && request.min_created.is_none_or(|min| key.created() >= min)
+                && request.max_created.is_none_or(|max| key.created() <= max)
         });
     }
     if let Some((by, order)) = request.sort {
-        let compare = |a: &Arc<KeyValue>, b: &Arc<KeyValue>| -> Ordering {
+        let compare = |a: &KeyValue, b: &KeyValue| -> Ordering {
             match by {
-                SortBy::Key => a.key.cmp(&b.key),
-                SortBy::Version => a.version.cmp(&b.version),
-                SortBy::Created => a.created.cmp(&b.created),
-                SortBy::Modified => a.modified.cmp(&b.modified),
-                SortBy::Value => a.value.cmp(&b.value),
+                SortBy::Key => a.key().cmp(b.key()),
+                SortBy::Version => a.version().cmp(&b.version()),
+                SortBy::Created => a.created().cmp(&b.created()),
+                SortBy::Modified => a.modified().cmp(&b.modified()),
+                SortBy::Value => a.value().cmp(b.value()),
             }
         };
         match order {
@@ -143,7 +151,7 @@ pub(crate) fn finish(
     }
     if request.keys_only {
         for key in &mut keys {
-            *key = Arc::new(KeyValue { value: Bytes::new(), ..KeyValue::clone(key) });
+            *key = key.without_value();
         }
     }
     Ranged { revision, keys, more, count }

@@ -1,7 +1,5 @@
 //! What can be asked of the store, and what it answers.
 
-use std::sync::Arc;
-
 use bytes::Bytes;
 use vedetta_core::{KeyRange, Revision};
 use vedetta_db::CommitError;
@@ -203,7 +201,7 @@ pub struct PutDone {
     /// The revision it is.
     pub revision: Revision,
     /// The key before, if asked for and if it existed.
-    pub previous: Option<Arc<KeyValue>>,
+    pub previous: Option<KeyValue>,
 }
 
 /// The answer to a [`Delete`].
@@ -214,7 +212,7 @@ pub struct Deleted {
     /// How many went.
     pub count: usize,
     /// The keys before, if asked for.
-    pub previous: Vec<Arc<KeyValue>>,
+    pub previous: Vec<KeyValue>,
 }
 
 /// The answer to a [`Range`].
@@ -223,7 +221,7 @@ pub struct Ranged {
     /// The store's revision when it was read.
     pub revision: Revision,
     /// The keys.
-    pub keys: Vec<Arc<KeyValue>>,
+    pub keys: Vec<KeyValue>,
     /// Whether the limit left some out.
     pub more: bool,
     /// How many are in the range, whatever the limit and the revision bounds.

@@ -208,11 +208,7 @@ impl Store {
             let in_memory = gathered.found.iter().all(|found| matches!(found, Found::Here(_)));
             let Gathered { found, count, at, revision } = gathered;
             let keys = if in_memory {
-                let here = |found| match found {
-                    Found::Here(now) => Some(now),
-                    Found::InRow(..) => None,
-                };
-                Ok(found.into_iter().filter_map(here).collect())
+                Ok(range::all_here(found))
             } else {
                 let read = self.db.read(move |c| Ok(range::fetch_all(found, c))).await;
                 read.map_err(|e| KvError::Unreadable(e.to_string()))?.map_err(KvError::from)
@@ -241,11 +237,11 @@ impl Store {
             }
             (at, index.revision)
         };
-        let (mut found, mut count, mut from) = (Vec::new(), 0, None);
+        let (mut found, mut count, mut from) = (Vec::new(), 0, None::<Box<[u8]>>);
         let enough = range::enough(request);
         loop {
             let index = self.shared.index.read();
-            from = index.visit(&request.range, from.as_ref(), at, CHUNK, |visit| {
+            from = index.visit(&request.range, from.as_deref(), at, CHUNK, |visit| {
                 count += 1;
                 if found.len() < enough {
                     found.push(visit.found());
@@ -261,7 +257,10 @@ impl Store {
     pub async fn put(&self, put: Put) -> Result<PutDone, KvError> {
         engine::check_put(&put, &self.options.limits)?;
         self.check_quota()?;
-        self.evaluate(Purpose::Store, move |engine| engine.put(&put)).await
+        // The request comes back to be freed here, not on the writer thread.
+        let put = move |engine: &mut Engine<'_>| Ok((engine.put(&put)?, put));
+        let (done, _put) = self.evaluate(Purpose::Store, put).await?;
+        Ok(done)
     }
 
     /// Removes keys.
@@ -291,7 +290,7 @@ impl Store {
             if revision <= oldest {
                 return Err(Stop::Refused(KvError::Compacted { asked: revision, oldest }));
             }
-            load::set_meta(engine.connection, "compacted", revision.0.cast_signed())?;
+            load::set_meta(engine.tx, "compacted", revision.0.cast_signed())?;
             engine.pending.compacted = revision;
             Ok(())
         };
@@ -326,7 +325,7 @@ impl Store {
             let ttl_ms = i64::try_from(ttl.as_millis()).unwrap_or(i64::MAX);
             let deadline = shared.age.now_ms().saturating_add(ttl_ms);
             let sql = "INSERT INTO lease (id, ttl_ms, deadline_ms, renewed) VALUES (?1, ?2, ?3, 0)";
-            engine.connection.prepare_cached(sql)?.execute((id.get(), ttl_ms, deadline))?;
+            engine.tx.prepare_cached(sql)?.execute((id.get(), ttl_ms, deadline))?;
             engine.pending.leases.push(LeaseChange::Granted { id, ttl });
             Ok(id)
         };
@@ -345,7 +344,7 @@ impl Store {
                 return Err(Stop::Refused(KvError::LeaseNotFound(id)));
             }
             let sql = "UPDATE lease SET renewed = 1 WHERE id = ?1";
-            engine.connection.prepare_cached(sql)?.execute([id.get()])?;
+            engine.tx.prepare_cached(sql)?.execute([id.get()])?;
             engine.pending.leases.push(LeaseChange::Renewed { id });
             Ok(())
         };
@@ -363,7 +362,7 @@ impl Store {
                 return Err(Stop::Refused(KvError::LeaseNotFound(id)));
             }
             engine.end_lease(id, Cause::Asked)?;
-            Ok(engine.seal()?)
+            Ok(engine.seal())
         })
         .await
     }
@@ -390,7 +389,7 @@ impl Store {
             revision: index.revision,
             compacted: index.compacted,
             keys: index.len(),
-            existing: index.existing(),
+            existing: index.existing,
             leases: self.shared.leases.len(),
             watchers: self.shared.hub.watchers(),
             size: self.db.size(),
@@ -412,12 +411,12 @@ impl Store {
         work: impl FnOnce(&mut Engine<'_>) -> Result<T, Stop<KvError>> + Send + 'static,
     ) -> Result<T, KvError> {
         let shared = Arc::clone(&self.shared);
-        let evaluated = self.db.write(purpose, move |connection| {
+        let evaluated = self.db.write(purpose, move |tx| {
             let mut pending = shared.pending.lock();
             let index = shared.index.read();
-            let mut engine = Engine::new(connection, &index, &mut pending, &shared.leases);
+            let mut engine = Engine::new(tx, &index, &mut pending, &shared.leases);
             let answer = work(&mut engine)?;
-            engine.seal()?;
+            engine.seal();
             Ok(answer)
         });
         evaluated.await.map_err(lost)
@@ -479,6 +478,10 @@ struct Gathered {
 struct Publisher(Arc<Shared>);
 
 impl Mirror for Publisher {
+    fn store(&mut self, connection: &rusqlite::Connection) -> rusqlite::Result<()> {
+        self.0.pending.lock().store(connection)
+    }
+
     fn keep(&mut self) {
         self.0.pending.lock().keep();
     }
@@ -540,16 +543,16 @@ fn keep_leases(shared: &Arc<Shared>, db: &Db) {
 
 fn end_leases(shared: &Arc<Shared>, db: &Db, due: &[LeaseId]) {
     let (in_writer, ending) = (Arc::clone(shared), due.to_vec());
-    let ended = db.write_blocking(Purpose::Reclaim, move |connection| {
+    let ended = db.write_blocking(Purpose::Reclaim, move |tx| {
         let mut pending = in_writer.pending.lock();
         let index = in_writer.index.read();
         let leases = &in_writer.leases;
-        let mut engine = Engine::new(connection, &index, &mut pending, leases);
+        let mut engine = Engine::new(tx, &index, &mut pending, leases);
         for id in ending {
             // Renewed or revoked on the way here?
             if engine.has_lease(id) && leases.is_due(id) && !engine.pending.renews(id) {
                 engine.end_lease(id, Cause::Expired)?;
-                engine.seal()?;
+                engine.seal();
             }
         }
         Ok::<_, Stop<KvError>>(())

@@ -12,6 +12,8 @@
 //! is a cursor. When the rows it needs were compacted it is told so.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::fmt;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
@@ -48,7 +50,7 @@ pub(crate) struct Block {
 impl Block {
     pub(crate) fn new(last: Revision, events: Vec<Event>) -> Self {
         let weigh =
-            |event: &Event| 96 + event.key().len() + event.now().map_or(0, |now| now.value.len());
+            |event: &Event| 96 + event.key().len() + event.now().map_or(0, |now| now.value().len());
         let bytes = events.iter().map(weigh).sum();
         Self { last, events, bytes }
     }
@@ -126,13 +128,6 @@ impl Hub {
             let mut ring = self.ring.write();
             ring.bytes += block.bytes;
             ring.blocks.push_back(Arc::new(block));
-            while ring.bytes > RING_BYTES
-                && ring.blocks.len() > 1
-                && let Some(oldest) = ring.blocks.pop_front()
-            {
-                ring.bytes -= oldest.bytes;
-                ring.first = oldest.last.next();
-            }
         }
         self.nudge.lock().published = last;
         self.nudged.notify_one();
@@ -157,9 +152,25 @@ impl Hub {
                 }
             }
             self.marked.store(marked.0, Ordering::Release);
+            self.trim();
         }
         self.closed.store(true, Ordering::Release);
         self.registry.lock().wake_all();
+    }
+
+    /// Forgets the oldest blocks. Not done when publishing: freeing them would hold up the writer.
+    fn trim(&self) {
+        let mut forgotten = Vec::new();
+        let mut ring = self.ring.write();
+        while ring.bytes > RING_BYTES
+            && ring.blocks.len() > 1
+            && let Some(oldest) = ring.blocks.pop_front()
+        {
+            ring.bytes -= oldest.bytes;
+            ring.first = oldest.last.next();
+            forgotten.push(oldest);
+        }
+        drop(ring);
     }
 
     fn wait_beyond(&self, marked: Revision) -> Option<Revision> {
@@ -359,7 +370,6 @@ pub enum WatchError {
 }
 
 /// Follows the changes of a range of keys. Dropping it ends the watch.
-#[derive(Debug)]
 pub struct Watcher {
     shared: Arc<Shared>,
     db: Db,
@@ -368,7 +378,11 @@ pub struct Watcher {
     options: WatchOptions,
     /// Everything before was handed out.
     next: Revision,
+    /// A look into the file that a dropped `next` left running; the next one goes on with it.
+    reading: Option<Reading>,
 }
+
+type Reading = Pin<Box<dyn Future<Output = Result<Block, WatchError>> + Send + Sync>>;
 
 impl Watcher {
     pub(crate) fn new(
@@ -392,7 +406,7 @@ impl Watcher {
         if next <= current {
             cell.owe(next);
         }
-        let watcher = Self { shared, db, cell, range, options, next };
+        let watcher = Self { shared, db, cell, range, options, next, reading: None };
         if next < oldest {
             return Err(WatchError::Compacted { asked: next, oldest });
         }
@@ -439,7 +453,12 @@ impl Watcher {
             None => {
                 // Reading the file may be cancelled: until it is done the debt stands.
                 self.cell.owe(from);
-                Recent { blocks: vec![Arc::new(self.history(from).await?)], more: true }
+                if self.reading.is_none() {
+                    self.reading = Some(self.history(from));
+                }
+                let read = self.reading.as_mut().expect("just set").await;
+                self.reading = None;
+                Recent { blocks: vec![Arc::new(read?)], more: true }
             }
         };
         if let Some(last) = blocks.last() {
@@ -453,20 +472,29 @@ impl Watcher {
     }
 
     /// Reads rows from the file, keeping what concerns this watcher.
-    async fn history(&self, from: Revision) -> Result<Block, WatchError> {
+    fn history(&self, from: Revision) -> Reading {
         let (shared, range) = (Arc::clone(&self.shared), self.range.clone());
-        let previous = self.options.previous;
-        let read =
-            self.db.read(move |c| Ok(read_history(c, &shared, from, &range, previous))).await;
-        let compacted = self.shared.index.read().compacted;
-        if from < compacted {
-            return Err(WatchError::Compacted { asked: from, oldest: compacted });
-        }
-        match read {
-            Ok(Ok(block)) => Ok(block),
-            Ok(Err(error)) => Err(WatchError::Unreadable(error.into())),
-            Err(error) => Err(WatchError::Unreadable(KvError::Unreadable(error.to_string()))),
-        }
+        let (db, previous) = (self.db.clone(), self.options.previous);
+        Box::pin(async move {
+            let at = Arc::clone(&shared);
+            let read = db.read(move |c| Ok(read_history(c, &at, from, &range, previous))).await;
+            let oldest = shared.index.read().compacted;
+            if from < oldest {
+                return Err(WatchError::Compacted { asked: from, oldest });
+            }
+            match read {
+                Ok(Ok(block)) => Ok(block),
+                Ok(Err(error)) => Err(WatchError::Unreadable(error.into())),
+                Err(error) => Err(WatchError::Unreadable(KvError::Unreadable(error.to_string()))),
+            }
+        })
+    }
+}
+
+impl fmt::Debug for Watcher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut debug = f.debug_struct("Watcher");
+        debug.field("range", &self.range).field("next", &self.next).finish_non_exhaustive()
     }
 }
 

@@ -17,14 +17,14 @@ async fn open(folder: &Path) -> Store {
 
 async fn get(store: &Store, key: &'static str) -> Option<String> {
     let found = store.range(Range::new(KeyRange::One(key.into()))).await.unwrap();
-    found.keys.first().map(|key| String::from_utf8_lossy(&key.value).into_owned())
+    found.keys.first().map(|key| String::from_utf8_lossy(key.value()).into_owned())
 }
 
 async fn get_at(store: &Store, key: &'static str, at: u64) -> Result<Option<String>, KvError> {
     let mut range = Range::new(KeyRange::One(key.into()));
     range.at = Some(Revision(at));
     let found = store.range(range).await?;
-    Ok(found.keys.first().map(|key| String::from_utf8_lossy(&key.value).into_owned()))
+    Ok(found.keys.first().map(|key| String::from_utf8_lossy(key.value()).into_owned()))
 }
 
 #[tokio::test]
@@ -74,7 +74,7 @@ async fn a_watcher_sees_everything_in_order_and_resumes_after_a_restart() {
         again.extend(resumed.next().await.unwrap().iter().cloned());
     }
     assert_eq!(seen, again);
-    assert_eq!(seen[50].previous.as_ref().unwrap().value, "43");
+    assert_eq!(seen[50].previous.as_ref().unwrap().value(), b"43");
     store.close().await;
 }
 

@@ -19,7 +19,7 @@
 //! let batch = watcher.next().await?;
 //! let event = batch.iter().next().unwrap();
 //! assert_eq!(event.revision, Revision(2));
-//! assert_eq!(event.now().unwrap().value, "on air");
+//! assert_eq!(event.now().unwrap().value(), b"on air");
 //! store.close().await;
 //! # Ok(())
 //! # }
