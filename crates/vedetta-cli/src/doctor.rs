@@ -16,7 +16,7 @@ use crate::output::{self, Format};
 
 /// Check the data folder, the database, the disk and the port, and say what to do
 ///
-/// Changes nothing, and can be run beside a server. Ends with exit code 1 if something is broken; programs
+/// Changes nothing (to try fsync it makes a file and removes it), and can be run beside a server. Ends with exit code 1 if something is broken; programs
 /// that only optional parts need may be missing.
 #[derive(Debug, Args)]
 pub(crate) struct Doctor {

@@ -3,6 +3,7 @@
 use serde_json::json;
 use vedetta_core::Revision;
 use vedetta_dashboard::Limits;
+use vedetta_kv::Options;
 
 use crate::support::Server;
 
@@ -225,6 +226,17 @@ async fn a_store_that_is_closed_answers_503() {
     server.store.close().await;
     let refused = server.json("PUT /api/v1/kv/k", r#"{"value": "v"}"#).await;
     assert_eq!((refused.status, refused.code().as_str()), (503, "closed"));
+    server.end().await;
+}
+
+#[tokio::test]
+async fn above_the_quota_puts_answer_507_and_deletes_work() {
+    let quota = Options { quota: Some(60_000), ..Options::default() };
+    let server = Server::on(Limits::default(), quota).await;
+    server.put("k", &"v".repeat(100_000)).await;
+    let refused = server.json("PUT /api/v1/kv/k2", r#"{"value": "v"}"#).await;
+    assert_eq!((refused.status, refused.code().as_str()), (507, "quota"));
+    assert_eq!(server.json("DELETE /api/v1/kv/k", "").await.status, 200);
     server.end().await;
 }
 

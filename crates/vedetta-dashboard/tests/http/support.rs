@@ -29,11 +29,15 @@ impl Server {
     }
 
     pub(crate) async fn with(limits: Limits) -> Self {
+        Self::on(limits, Options::default()).await
+    }
+
+    pub(crate) async fn on(limits: Limits, store: Options) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut options = vedetta_db::Options::new(folder.path().join("vedetta.db"));
         options.ballast = 0;
         let db = Db::open(&options, &[SCHEMA]).unwrap();
-        let store = Store::open(db, Options::default()).await.unwrap();
+        let store = Store::open(db, store).await.unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let stop = CancellationToken::new();

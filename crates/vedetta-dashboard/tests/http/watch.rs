@@ -21,7 +21,7 @@ async fn a_watch_tells_puts_deletes_and_expiry_with_what_was_before() {
     server.put("b", "not ours").await;
     server.put("a", "two").await;
     server.json("DELETE /api/v1/kv/a", "").await;
-    server.json("POST /api/v1/leases", r#"{"ttl_ms": 20, "id": "7"}"#).await;
+    server.json("POST /api/v1/leases", r#"{"ttl_ms": 1000, "id": "7"}"#).await;
     server.json("PUT /api/v1/kv/a", r#"{"value": "short", "lease": "7"}"#).await;
 
     let mut told = Vec::new();
@@ -171,7 +171,7 @@ async fn stopping_ends_watches_and_finishes_what_runs() {
 
 #[tokio::test]
 async fn a_client_that_says_nothing_or_half_a_head_or_half_a_body_is_let_go() {
-    let short = Duration::from_millis(50);
+    let short = Duration::from_millis(300);
     let limits = Limits { head: short, body: short, ..Limits::default() };
     let server = Server::with(limits).await;
     let half_body = format!(
