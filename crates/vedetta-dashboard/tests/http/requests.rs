@@ -5,7 +5,7 @@ use vedetta_core::Revision;
 use vedetta_dashboard::Limits;
 use vedetta_kv::Options;
 
-use crate::support::Server;
+use crate::support::{Server, until};
 
 #[tokio::test]
 async fn a_key_is_put_read_listed_and_deleted() {
@@ -234,6 +234,8 @@ async fn above_the_quota_puts_answer_507_and_deletes_work() {
     let quota = Options { quota: Some(60_000), ..Options::default() };
     let server = Server::on(Limits::default(), quota).await;
     server.put("k", &"v".repeat(100_000)).await;
+    // The size is measured right after a commit was answered.
+    until(|| server.store.status().size > 60_000).await;
     let refused = server.json("PUT /api/v1/kv/k2", r#"{"value": "v"}"#).await;
     assert_eq!((refused.status, refused.code().as_str()), (507, "quota"));
     assert_eq!(server.json("DELETE /api/v1/kv/k", "").await.status, 200);
