@@ -327,7 +327,7 @@ async fn the_page_comes_from_the_program_alone_and_has_no_inline_code() {
 }
 
 #[tokio::test]
-async fn health_and_readiness_answer_and_a_stopping_server_is_not_ready() {
+async fn health_and_readiness_answer() {
     let server = Server::start().await;
     assert_eq!(server.get("/healthz").await.json()["program"], "vedetta");
     assert_eq!(server.get("/readyz").await.json()["status"], "ready");
