@@ -1,2 +1,47 @@
-//! The `vedetta` program.
-fn main() {}
+//! The `vedetta` program: arguments, the config file, exit codes.
+
+mod backup;
+mod client;
+mod completions;
+mod config;
+mod doctor;
+mod exit;
+mod kv;
+mod output;
+mod up;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// One program that keeps what should be true, and tells whoever watches when it changes.
+#[derive(Debug, Parser)]
+#[command(version, after_help = exit::HELP)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Up(up::Up),
+    Kv(kv::Kv),
+    Doctor(doctor::Doctor),
+    Backup(backup::Backup),
+    Completions(completions::Completions),
+}
+
+fn main() -> ExitCode {
+    let out = &mut std::io::stdout().lock();
+    let done = match Cli::parse().command {
+        Command::Up(up) => up.run(),
+        Command::Kv(kv) => kv.run(out),
+        Command::Doctor(doctor) => doctor.run(out),
+        Command::Backup(backup) => backup.run(out),
+        Command::Completions(completions) => completions.run(out),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => exit::report(&error),
+    }
+}

@@ -1,1 +1,23 @@
-//! Stub.
+//! The HTTP API of the store and its page.
+//!
+//! ```text
+//!  accept ─► a place among the connections ─► head within its time ─► Host, Origin ─► route ─► store
+//! ```
+//!
+//! JSON under `/api/v1`, server-sent events for watches, one page that shows the store live. Everything
+//! a client can send is bounded: connections, time for the head and the body, sizes, page lengths. How
+//! anything is stored is not this crate's business.
+
+mod api;
+mod error;
+mod guard;
+mod input;
+mod json;
+mod kv;
+mod leases;
+mod page;
+mod serve;
+mod watch;
+
+pub use api::{Api, Limits};
+pub use serve::serve;

@@ -60,6 +60,8 @@ pub fn backup(database: &Path, target: &Path) -> Result<(), BackupError> {
 fn write_draft(database: &Path, draft: &Path) -> Result<(), BackupError> {
     let source = Connection::open_with_flags(database, OpenFlags::SQLITE_OPEN_READ_ONLY)?;
     source.busy_timeout(std::time::Duration::from_secs(5))?;
+    // An empty file is taken as it is, so the copy is as private as the original.
+    crate::open::create_private(draft)?;
     source.execute("VACUUM INTO ?1", [draft.to_string_lossy()])?;
     let copy = Connection::open_with_flags(draft, OpenFlags::SQLITE_OPEN_READ_WRITE)?;
     copy.execute_batch(

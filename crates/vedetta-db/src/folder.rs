@@ -51,10 +51,7 @@ impl DataFolder {
         match lock.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
-                let mut pid = String::new();
-                let _ = lock.read_to_string(&mut pid);
-                let pid = if pid.is_empty() { "(unknown)".into() } else { pid.trim().to_owned() };
-                return Err(FolderError::Held { path: path.to_owned(), pid });
+                return Err(FolderError::Held { path: path.to_owned(), pid: read_pid(&mut lock) });
             }
             Err(TryLockError::Error(e)) => return Err(unusable(e)),
         }
@@ -67,6 +64,21 @@ impl DataFolder {
         Ok(Self { path: path.to_owned(), _lock: lock })
     }
 
+    /// The process that has the folder at `path`, as far as its lock file says; `None` when nobody has
+    /// it. Changes nothing.
+    pub fn holder(path: &Path) -> io::Result<Option<String>> {
+        let mut lock = match File::open(path.join("lock")) {
+            Ok(lock) => lock,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(e),
+        };
+        match lock.try_lock_shared() {
+            Ok(()) => Ok(None),
+            Err(TryLockError::WouldBlock) => Ok(Some(read_pid(&mut lock))),
+            Err(TryLockError::Error(e)) => Err(e),
+        }
+    }
+
     /// Where it is.
     pub fn path(&self) -> &Path {
         &self.path
@@ -76,6 +88,12 @@ impl DataFolder {
     pub fn database(&self) -> PathBuf {
         self.path.join("vedetta.db")
     }
+}
+
+fn read_pid(lock: &mut File) -> String {
+    let mut pid = String::new();
+    let _ = lock.read_to_string(&mut pid);
+    if pid.is_empty() { "(unknown)".into() } else { pid.trim().to_owned() }
 }
 
 /// Makes the entries of `folder` durable.

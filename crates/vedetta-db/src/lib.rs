@@ -22,7 +22,7 @@ mod writer;
 pub use backup::{BackupError, backup};
 pub use failpoint::failpoint;
 pub use folder::{DataFolder, FolderError};
-pub use open::{Db, OpenError, Options, Schema, Torture, damage};
+pub use open::{Db, OpenError, Options, Schema, Torture, damage, inspect};
 pub use readers::ReadError;
 pub use writer::{CommitError, Mirror, Purpose, Stop, Tx, WriteError};
 

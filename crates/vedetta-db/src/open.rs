@@ -326,8 +326,21 @@ pub fn damage(file: &Path) -> rusqlite::Result<Vec<String>> {
     rows.filter(|row| !matches!(row, Ok(line) if line == "ok")).collect()
 }
 
+/// Opens a file to look at it, changing nothing; works beside the process that has it. Refuses what
+/// [`Db::open`] refuses.
+pub fn inspect(file: &Path, schemas: &[Schema]) -> Result<Connection, OpenError> {
+    let options = Options::new(file);
+    fs::File::open(file)
+        .map_err(|source| OpenError::Unreadable { file: options.file.clone(), source })?;
+    let connection = options
+        .connect(OpenFlags::SQLITE_OPEN_READ_ONLY)
+        .map_err(|source| OpenError::Sql { file: options.file.clone(), source })?;
+    check_versions(&options, &connection, schemas)?;
+    Ok(connection)
+}
+
 /// SQLite gives its other files the mode of the main one, so that one is made by us.
-fn create_private(file: &Path) -> io::Result<()> {
+pub(crate) fn create_private(file: &Path) -> io::Result<()> {
     match OpenOptions::new().write(true).create_new(true).mode(0o600).open(file) {
         Ok(_) => sync_folder(parent(file)),
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => fs::metadata(file).map(drop),

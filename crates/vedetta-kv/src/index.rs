@@ -27,6 +27,8 @@ pub(crate) struct Index {
     by_key: HashTable<usize>,
     in_order: BTreeMap<Box<[u8]>, usize>,
     hasher: DefaultHashBuilder,
+    /// How many keys exist now.
+    pub(crate) existing: usize,
     /// The newest revision published.
     pub(crate) revision: Revision,
     /// The oldest revision that can be read or watched from.
@@ -161,8 +163,11 @@ impl Index {
 
     /// Returns the place of a key that was not there.
     fn push(&mut self, event: &Event) -> Option<usize> {
+        self.existing += usize::from(event.now().is_some());
         if let Some(place) = self.place(event.key()) {
-            self.chains[place].push(event);
+            let chain = &mut self.chains[place];
+            self.existing -= usize::from(chain.now().is_some());
+            chain.push(event);
             return None;
         }
         let place = self.chains.insert(Chain::new(event));

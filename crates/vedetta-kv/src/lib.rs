@@ -12,6 +12,7 @@
 //! file, in order. The index of keys and the current values are in memory; older values are in the rows.
 //! Nothing is shown before it is durable, neither to readers nor to watchers.
 
+mod check;
 mod codec;
 mod compact;
 mod engine;
@@ -25,6 +26,7 @@ mod request;
 mod store;
 mod watch;
 
+pub use check::check;
 pub use compact::Keep;
 pub use lease::{LeaseId, LeaseInfo};
 pub use record::{KeyValue, Stamps};
@@ -33,6 +35,8 @@ pub use request::{
     PutLease, PutValue, Range, Ranged, SortBy, Txn, TxnDone,
 };
 pub use store::{Limits, OpenError, Options, SCHEMA, Status, Store};
+/// Why the database could not store something; part of [`KvError`].
+pub use vedetta_db::CommitError;
 pub use watch::{Batch, WatchError, WatchOptions, Watcher};
 
 use bytes::Bytes;

@@ -87,7 +87,7 @@ pub(crate) fn load(db: &Db) -> Result<Shared, OpenError> {
     })?
 }
 
-enum Unsound {
+pub(crate) enum Unsound {
     Sql(rusqlite::Error),
     Rows(OpenError),
 }
@@ -98,7 +98,7 @@ impl From<rusqlite::Error> for Unsound {
     }
 }
 
-fn load_index(connection: &Connection, meta: Meta) -> Result<Index, Unsound> {
+pub(crate) fn load_index(connection: &Connection, meta: Meta) -> Result<Index, Unsound> {
     let mut index = Index::default();
     let mut check = Check::new(meta);
     let mut select = connection.prepare("SELECT revision, body FROM event ORDER BY revision")?;

@@ -102,6 +102,8 @@ pub struct Status {
     pub compacted: Revision,
     /// Keys in memory, deleted ones with a history included.
     pub keys: usize,
+    /// Keys that exist now.
+    pub existing: usize,
     /// Live leases.
     pub leases: usize,
     /// Watchers.
@@ -387,6 +389,7 @@ impl Store {
             revision: index.revision,
             compacted: index.compacted,
             keys: index.len(),
+            existing: index.existing,
             leases: self.shared.leases.len(),
             watchers: self.shared.hub.watchers(),
             size: self.db.size(),

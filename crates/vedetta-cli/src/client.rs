@@ -1,0 +1,175 @@
+//! Talking to a running server.
+
+use std::time::Duration;
+
+use clap::Args;
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_encode};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use ureq::http::{Method, Request, Response, header};
+use ureq::{Agent, Body};
+
+use crate::output::Format;
+
+/// Where to connect, and how to print.
+#[derive(Debug, Args)]
+pub(crate) struct Remote {
+    /// The server
+    #[arg(
+        long,
+        global = true,
+        value_name = "URL",
+        env = "VEDETTA_SERVER",
+        default_value = "http://127.0.0.1:7070"
+    )]
+    server: String,
+    /// How to print what comes back
+    #[arg(long, global = true, value_enum, default_value_t = Format::Table)]
+    pub(crate) output: Format,
+}
+
+/// Why there is no answer, or not the wished one.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ClientError {
+    #[error("cannot reach {server}: {why}; is `vedetta up` running there?")]
+    Unreachable { server: String, why: String },
+    #[error("{server:?} is not an address such as http://127.0.0.1:7070")]
+    BadServer { server: String },
+    #[error("{message}")]
+    Refused { status: u16, message: String },
+}
+
+/// To connect.
+const CONNECT: Duration = Duration::from_secs(5);
+/// For a whole request.
+const WHOLE: Duration = Duration::from_secs(60);
+/// A watch gives a sign of life every 15 seconds; after some of them are missing the line is dead.
+const SILENCE: Duration = Duration::from_secs(45);
+/// Bytes of an answer.
+const ANSWER: u64 = 256 << 20;
+
+/// What may stand in a path or a query as it is.
+const PLAIN: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
+
+/// Any bytes, as part of an address.
+pub(crate) fn encode(bytes: &[u8]) -> String {
+    percent_encode(bytes, PLAIN).to_string()
+}
+
+pub(crate) struct Client {
+    agent: Agent,
+    server: String,
+    token: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct Refusal {
+    error: Why,
+}
+
+#[derive(Deserialize)]
+struct Why {
+    message: String,
+    hint: Option<String>,
+}
+
+impl Client {
+    /// Reads `VEDETTA_TOKEN` too.
+    pub(crate) fn new(remote: &Remote) -> Result<Self, ClientError> {
+        if !remote.server.starts_with("http://") {
+            return Err(ClientError::BadServer { server: remote.server.clone() });
+        }
+        // Neither a proxy nor another server is meant to see the token.
+        let config = Agent::config_builder()
+            .proxy(None)
+            .max_redirects(0)
+            .max_redirects_will_error(false)
+            .http_status_as_error(false)
+            .user_agent(concat!("vedetta/", env!("CARGO_PKG_VERSION")))
+            .timeout_connect(Some(CONNECT))
+            .build();
+        Ok(Self {
+            agent: config.into(),
+            server: remote.server.trim_end_matches('/').to_owned(),
+            token: std::env::var("VEDETTA_TOKEN").ok().filter(|token| !token.is_empty()),
+        })
+    }
+
+    pub(crate) fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
+        self.ask(Method::GET, path, None)
+    }
+
+    /// Sends a request and reads the answer.
+    pub(crate) fn ask<T: DeserializeOwned>(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<Value>,
+    ) -> Result<T, ClientError> {
+        let mut request = self.request(method, path);
+        if body.is_some() {
+            request = request.header(header::CONTENT_TYPE, "application/json");
+        }
+        let body = body.map(|body| body.to_string()).unwrap_or_default();
+        let request = request.body(body).map_err(|_| self.bad_server())?;
+        let config = self.agent.configure_request(request).timeout_global(Some(WHOLE));
+        let mut answer = self.answered(self.agent.run(config.build()))?;
+        let read = answer.body_mut().with_config().limit(ANSWER).read_json();
+        read.map_err(|error| self.unreachable(&error))
+    }
+
+    /// Opens a stream of events, after the last id seen.
+    pub(crate) fn stream(
+        &self,
+        path: &str,
+        last_seen: Option<u64>,
+    ) -> Result<impl std::io::Read + use<>, ClientError> {
+        let mut request = self.request(Method::GET, path);
+        if let Some(seen) = last_seen {
+            request = request.header("Last-Event-ID", seen);
+        }
+        let request = request.body(String::new()).map_err(|_| self.bad_server())?;
+        let config = self.agent.configure_request(request).timeout_per_read(Some(SILENCE));
+        Ok(self.answered(self.agent.run(config.build()))?.into_body().into_reader())
+    }
+
+    fn request(&self, method: Method, path: &str) -> ureq::http::request::Builder {
+        let request = Request::builder().method(method).uri(format!("{}{path}", self.server));
+        match &self.token {
+            Some(token) => request.header(header::AUTHORIZATION, format!("Bearer {token}")),
+            None => request,
+        }
+    }
+
+    /// An answer that is not a refusal.
+    fn answered(
+        &self,
+        answer: Result<Response<Body>, ureq::Error>,
+    ) -> Result<Response<Body>, ClientError> {
+        let mut answer = answer.map_err(|error| match error {
+            ureq::Error::BadUri(_) | ureq::Error::Http(_) => self.bad_server(),
+            error => self.unreachable(&error),
+        })?;
+        if answer.status().is_success() {
+            return Ok(answer);
+        }
+        let status = answer.status().as_u16();
+        let message = match answer.body_mut().read_json::<Refusal>() {
+            Ok(Refusal { error: Why { message, hint: Some(hint) } }) => {
+                format!("{message} ({hint})")
+            }
+            Ok(Refusal { error }) => error.message,
+            Err(_) => format!("{} answered {}", self.server, answer.status()),
+        };
+        Err(ClientError::Refused { status, message })
+    }
+
+    fn bad_server(&self) -> ClientError {
+        ClientError::BadServer { server: self.server.clone() }
+    }
+
+    fn unreachable(&self, error: &ureq::Error) -> ClientError {
+        ClientError::Unreachable { server: self.server.clone(), why: error.to_string() }
+    }
+}

@@ -1,0 +1,240 @@
+//! The config file `vedetta.toml`; `vedetta.toml` in the repository has every key with its default.
+
+use std::net::SocketAddr;
+use std::num::NonZeroU64;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::time::Duration;
+
+use clap::Args;
+use serde::Deserialize;
+use vedetta::kv;
+
+/// Read when no other is named and it exists.
+const DEFAULT_FILE: &str = "vedetta.toml";
+
+/// Where things are.
+#[derive(Debug, Args)]
+pub(crate) struct Place {
+    /// The config file [default: ./vedetta.toml if it exists]
+    #[arg(long, value_name = "FILE", env = "VEDETTA_CONFIG")]
+    pub(crate) config: Option<PathBuf>,
+    /// The folder for everything that is kept
+    #[arg(long, value_name = "DIR", env = "VEDETTA_DATA", default_value = "vedetta-data")]
+    pub(crate) data: PathBuf,
+}
+
+/// Why the settings cannot be used. Nothing was done.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ConfigError {
+    #[error("cannot read the config file {}", file.display())]
+    Unreadable {
+        file: PathBuf,
+        #[source]
+        source: std::io::Error,
+    },
+    #[error("{}, line {line}: {message}", file.display())]
+    Wrong { file: PathBuf, line: usize, message: String },
+    #[error(
+        "store.url is {0:?}: this version has only \"embedded\", its own store in the data folder"
+    )]
+    Store(String),
+    #[error(
+        "cannot listen on {0}: there is no sign-in yet, so only loopback addresses such as 127.0.0.1:7070 are allowed"
+    )]
+    Beyond(SocketAddr),
+    #[error("{} is not a folder", .0.display())]
+    Folder(PathBuf),
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub(crate) struct Config {
+    pub(crate) store: Store,
+    pub(crate) http: Http,
+    pub(crate) shutdown: Shutdown,
+}
+
+/// The `[store]` table.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub(crate) struct Store {
+    url: String,
+    keep_revisions: NonZeroU64,
+    #[serde(with = "humantime_serde")]
+    keep_age: Option<Duration>,
+    quota: Size,
+}
+
+/// The `[http]` table.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub(crate) struct Http {
+    pub(crate) listen: SocketAddr,
+}
+
+/// The `[shutdown]` table.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub(crate) struct Shutdown {
+    #[serde(with = "humantime_serde")]
+    pub(crate) grace: Duration,
+}
+
+impl Default for Store {
+    fn default() -> Self {
+        Self {
+            url: "embedded".into(),
+            keep_revisions: NonZeroU64::new(1_000_000).expect("it is not zero"),
+            keep_age: None,
+            quota: Size(8_000_000_000),
+        }
+    }
+}
+
+impl Default for Http {
+    fn default() -> Self {
+        Self { listen: ([127, 0, 0, 1], 7070).into() }
+    }
+}
+
+impl Default for Shutdown {
+    fn default() -> Self {
+        Self { grace: Duration::from_secs(30) }
+    }
+}
+
+impl Config {
+    /// The named file, or the default one if it is there, or the defaults.
+    pub(crate) fn load(named: Option<&Path>) -> Result<Self, ConfigError> {
+        let file = named.unwrap_or(Path::new(DEFAULT_FILE));
+        let text = match std::fs::read_to_string(file) {
+            Ok(text) => text,
+            Err(error) if named.is_none() && error.kind() == std::io::ErrorKind::NotFound => {
+                return Ok(Self::default());
+            }
+            Err(source) => return Err(ConfigError::Unreadable { file: file.into(), source }),
+        };
+        let config = Self::parse(&text).map_err(|(line, message)| ConfigError::Wrong {
+            file: file.into(),
+            line,
+            message,
+        })?;
+        if config.store.url == "embedded" {
+            Ok(config)
+        } else {
+            Err(ConfigError::Store(config.store.url))
+        }
+    }
+
+    /// On error: the line and what is wrong with it.
+    fn parse(text: &str) -> Result<Self, (usize, String)> {
+        toml::from_str(text).map_err(|error| {
+            let start = error.span().map_or(0, |span| span.start);
+            let line = text.get(..start).unwrap_or_default().matches('\n').count() + 1;
+            (line, error.message().to_owned())
+        })
+    }
+}
+
+impl Store {
+    pub(crate) fn options(&self) -> kv::Options {
+        kv::Options {
+            limits: kv::Limits::default(),
+            quota: Some(self.quota.0),
+            keep: kv::Keep { revisions: Some(self.keep_revisions.get()), age: self.keep_age },
+        }
+    }
+}
+
+/// A number of bytes, for example `8GB` or `512MiB`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+struct Size(u64);
+
+impl TryFrom<String> for Size {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl FromStr for Size {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || format!("{text:?} is not a size such as \"8GB\" or \"512MiB\"");
+        let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+        let number: u64 = text[..digits].parse().map_err(|_| wrong())?;
+        let unit = match text[digits..].trim() {
+            "B" => 1,
+            "KB" | "kB" => 1000,
+            "MB" => 1000_u64.pow(2),
+            "GB" => 1000_u64.pow(3),
+            "TB" => 1000_u64.pow(4),
+            "KiB" => 1 << 10,
+            "MiB" => 1 << 20,
+            "GiB" => 1 << 30,
+            "TiB" => 1 << 40,
+            _ => return Err(wrong()),
+        };
+        number.checked_mul(unit).map(Self).ok_or_else(wrong)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const EXAMPLE: &str = include_str!("../../../vedetta.toml");
+
+    #[test]
+    fn every_value_in_the_commented_file_is_the_default() {
+        let example: toml::Table = EXAMPLE.parse().unwrap();
+        assert_eq!(Config::parse(EXAMPLE), Ok(Config::default()));
+        let keys = example.values().map(|table| table.as_table().unwrap().len()).sum::<usize>();
+        assert_eq!(keys, 5, "all but keep-age, which is off");
+    }
+
+    #[test]
+    fn what_is_commented_out_is_understood_too() {
+        let on = EXAMPLE.replace("# keep-age", "keep-age");
+        let config = Config::parse(&on).unwrap();
+        assert_eq!(config.store.keep_age, Some(Duration::from_secs(24 * 3600)));
+    }
+
+    #[test]
+    fn the_stores_own_defaults_are_the_same() {
+        assert_eq!(Store::default().options().keep, kv::Keep::default());
+    }
+
+    #[test]
+    fn unknown_keys_and_bad_values_are_refused_with_their_line() {
+        for (text, line, message) in [
+            ("[http]\nlisten = '127.0.0.1:1'\ncolor = 'red'", 3, "color"),
+            ("[colors]", 1, "colors"),
+            ("[store]\n\nquota = '8 parsecs'", 3, "is not a size"),
+            ("[store]\nkeep-revisions = 0", 2, "nonzero"),
+            ("[http]\nlisten = 'here'", 2, "socket address"),
+            ("[shutdown]\ngrace = 'soon'", 2, "soon"),
+            ("[store\n", 1, ""),
+        ] {
+            let (at, why) = Config::parse(text).unwrap_err();
+            assert_eq!(at, line, "{text}: {why}");
+            assert!(why.contains(message), "{text}: {why}");
+        }
+    }
+
+    #[test]
+    fn sizes_have_units() {
+        for (text, bytes) in
+            [("1B", 1), ("8GB", 8_000_000_000), ("512MiB", 512 << 20), ("3 kB", 3000)]
+        {
+            assert_eq!(text.parse(), Ok(Size(bytes)), "{text}");
+        }
+        for text in ["", "8", "GB", "-1GB", "8gb", "1.5GB", "99999999999TB"] {
+            assert!(text.parse::<Size>().is_err(), "{text}");
+        }
+    }
+}

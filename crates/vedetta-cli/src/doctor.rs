@@ -1,0 +1,263 @@
+use std::fs;
+use std::io::{self, Write};
+use std::net::{SocketAddr, TcpListener};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::Args;
+use serde::{Serialize, Serializer};
+use vedetta::db::{self, DataFolder};
+use vedetta::kv;
+
+use crate::config::{Config, Place};
+use crate::exit::No;
+use crate::output::{self, Format};
+
+/// Check the data folder, the database, the disk and the port, and say what to do
+///
+/// Changes nothing (to try fsync it makes a file and removes it), and can be run beside a server. Ends with exit code 1 if something is broken; programs
+/// that only optional parts need may be missing.
+#[derive(Debug, Args)]
+pub(crate) struct Doctor {
+    #[command(flatten)]
+    place: Place,
+    /// How to print it
+    #[arg(long, value_enum, default_value_t = Format::Table)]
+    output: Format,
+}
+
+/// What was looked at, how it is, and what to do about it.
+#[derive(Debug, Serialize)]
+struct Check {
+    name: &'static str,
+    state: State,
+    detail: String,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Ok,
+    /// Fine for now.
+    Note,
+    Broken,
+}
+
+impl State {
+    fn word(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Note => "note",
+            Self::Broken => "broken",
+        }
+    }
+}
+
+impl Serialize for State {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.word())
+    }
+}
+
+/// Below this the store soon has no room to work.
+const LITTLE_SPACE: u64 = 256 << 20;
+
+/// What optional parts call: the program, and Debian's package of it.
+const PROGRAMS: [(&str, &str); 7] = [
+    ("etcd", "etcd-server"),
+    ("postgres", "postgresql"),
+    ("nats-server", "nats-server"),
+    ("redis-server", "redis-server"),
+    ("janus", "janus"),
+    ("ffmpeg", "ffmpeg"),
+    ("chromium", "chromium"),
+];
+
+impl Doctor {
+    pub(crate) fn run(self, out: &mut impl Write) -> anyhow::Result<()> {
+        let config = Config::load(self.place.config.as_deref())?;
+        let data = &self.place.data;
+        let holder = DataFolder::holder(data).ok().flatten();
+        let mut checks = vec![
+            folder(data),
+            permissions(data),
+            lock(data, holder.as_deref()),
+            database(&data.join("vedetta.db")),
+            space(data),
+            fsync(data),
+            port(config.http.listen, holder.as_deref()),
+        ];
+        checks.extend(PROGRAMS.map(|(program, package)| optional(program, package)));
+        match self.output {
+            Format::Json => output::json(out, &serde_json::json!({ "checks": checks }))?,
+            Format::Table => {
+                let rows: Vec<_> = checks.iter().map(Check::row).collect();
+                output::table(out, ["CHECK", "STATE", "DETAIL"], &rows)?;
+            }
+        }
+        if checks.iter().any(|check| check.state == State::Broken) {
+            return Err(No::Broken.into());
+        }
+        Ok(())
+    }
+}
+
+impl Check {
+    fn ok(name: &'static str, detail: impl Into<String>) -> Self {
+        Self { name, state: State::Ok, detail: detail.into() }
+    }
+
+    fn note(name: &'static str, detail: impl Into<String>) -> Self {
+        Self { name, state: State::Note, detail: detail.into() }
+    }
+
+    fn broken(name: &'static str, detail: impl Into<String>) -> Self {
+        Self { name, state: State::Broken, detail: detail.into() }
+    }
+
+    fn row(&self) -> [String; 3] {
+        [self.name.into(), self.state.word().into(), output::one_line(&self.detail)]
+    }
+}
+
+fn folder(data: &Path) -> Check {
+    let name = "data folder";
+    match fs::metadata(data) {
+        Ok(found) if found.is_dir() => Check::ok(name, data.display().to_string()),
+        Ok(_) => Check::broken(name, format!("{} is not a folder", data.display())),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Check::note(
+            name,
+            format!("{} does not exist yet; `vedetta up` makes it", data.display()),
+        ),
+        Err(error) => Check::broken(name, format!("cannot look at {}: {error}", data.display())),
+    }
+}
+
+fn permissions(data: &Path) -> Check {
+    let name = "permissions";
+    let Ok(found) = fs::metadata(data) else { return Check::note(name, "nothing to check yet") };
+    let open_to_others = |path: &Path| {
+        let mode = fs::metadata(path).map(|found| found.permissions().mode());
+        mode.is_ok_and(|mode| mode & 0o077 != 0)
+    };
+    let file = data.join("vedetta.db");
+    if open_to_others(data) {
+        let mode = found.permissions().mode() & 0o777;
+        let advice = format!("chmod 700 {}", data.display());
+        return Check::broken(name, format!("other users may enter (mode {mode:o}): {advice}"));
+    }
+    if open_to_others(&file) {
+        return Check::broken(name, format!("other users may read: chmod 600 {}", file.display()));
+    }
+    Check::ok(name, "only its owner may read it")
+}
+
+fn lock(data: &Path, holder: Option<&str>) -> Check {
+    let name = "lock";
+    match (holder, data.join("lock").exists()) {
+        (Some(pid), _) => Check::ok(name, format!("held by the process {pid}")),
+        (None, true) => Check::ok(name, "held by nobody"),
+        (None, false) => Check::ok(name, "never held"),
+    }
+}
+
+fn database(file: &Path) -> Check {
+    let name = "database";
+    if !file.exists() {
+        return Check::note(name, "there is none yet; `vedetta up` makes it");
+    }
+    match sound(file) {
+        Ok(revision) => Check::ok(name, format!("every row is sound up to revision {revision}")),
+        Err(error) => Check::broken(name, format!("{error:#}")),
+    }
+}
+
+fn sound(file: &Path) -> anyhow::Result<vedetta::Revision> {
+    let connection = db::inspect(file, &[kv::SCHEMA])?;
+    if let Some(first) = db::damage(file)?.into_iter().next() {
+        anyhow::bail!("{} is damaged ({first}); restore a backup", file.display());
+    }
+    Ok(kv::check(&connection)?)
+}
+
+/// The folder, or the nearest one above it that exists.
+fn nearest(data: &Path) -> PathBuf {
+    let absolute = std::path::absolute(data).unwrap_or_else(|_| data.to_owned());
+    absolute.ancestors().find(|path| path.is_dir()).unwrap_or(Path::new("/")).to_owned()
+}
+
+fn space(data: &Path) -> Check {
+    let name = "disk space";
+    match rustix::fs::statvfs(nearest(data)) {
+        Err(error) => Check::broken(name, format!("cannot tell: {error}")),
+        Ok(found) => {
+            let free = found.f_bavail.saturating_mul(found.f_frsize);
+            let shown = format!("{} MB free", free / 1_000_000);
+            if free < LITTLE_SPACE {
+                Check::broken(name, format!("only {shown}: free some, or move the folder"))
+            } else {
+                Check::ok(name, shown)
+            }
+        }
+    }
+}
+
+fn fsync(data: &Path) -> Check {
+    let name = "fsync";
+    let folder = nearest(data);
+    let file = folder.join(format!(".vedetta-doctor-{}", std::process::id()));
+    let tried = fs::write(&file, b"x")
+        .and_then(|()| fs::File::open(&file)?.sync_all())
+        .and_then(|()| fs::File::open(&folder)?.sync_all());
+    let _ = fs::remove_file(&file);
+    match tried {
+        Ok(()) => Check::ok(name, format!("a file in {} can be made durable", folder.display())),
+        Err(error) => Check::broken(name, format!("in {}: {error}", folder.display())),
+    }
+}
+
+fn port(address: SocketAddr, holder: Option<&str>) -> Check {
+    let name = "port";
+    let Err(error) = TcpListener::bind(address) else {
+        return Check::ok(name, format!("{address} is free"));
+    };
+    match (is_vedetta(address), holder) {
+        (true, Some(pid)) => {
+            Check::ok(name, format!("a Vedetta serves {address}, most likely the process {pid}"))
+        }
+        (true, None) => Check::broken(
+            name,
+            format!("{address} is held by a Vedetta on another folder: use another with --http"),
+        ),
+        (false, _) => Check::broken(name, format!("{address}: {error}; use another with --http")),
+    }
+}
+
+fn is_vedetta(address: SocketAddr) -> bool {
+    let config = ureq::Agent::config_builder()
+        .proxy(None)
+        .max_redirects(0)
+        .timeout_global(Some(Duration::from_secs(2)))
+        .build();
+    let answer = ureq::Agent::from(config).get(format!("http://{address}/healthz")).call();
+    let health = answer.and_then(|mut answer| answer.body_mut().read_json::<serde_json::Value>());
+    health.is_ok_and(|health| health["program"] == "vedetta")
+}
+
+fn optional(program: &'static str, package: &str) -> Check {
+    match find(program) {
+        Some(path) => Check::ok(program, format!("optional: {}", path.display())),
+        None => Check::note(program, format!("optional: not found, apt-get install {package}")),
+    }
+}
+
+/// Beside the PATH, where Debian puts servers.
+fn find(program: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let versions = fs::read_dir("/usr/lib/postgresql").into_iter().flatten().flatten();
+    std::env::split_paths(&path)
+        .chain(["/usr/sbin".into(), "/usr/local/sbin".into()])
+        .chain(versions.map(|version| version.path().join("bin")))
+        .map(|folder| folder.join(program))
+        .find(|file| file.is_file())
+}

@@ -1,0 +1,140 @@
+use std::io::{self, IsTerminal as _, Write as _};
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use clap::{Args, ValueEnum};
+use tokio::net::TcpListener;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+use tracing_subscriber::EnvFilter;
+use vedetta::dashboard::{Api, serve};
+use vedetta::db::{self, DataFolder, Db, FolderError};
+use vedetta::kv::{self, Store};
+
+use crate::config::{Config, ConfigError, Place};
+
+/// Run the store with its HTTP API and page, until Ctrl-C or SIGTERM
+///
+/// Prints where the page is, and `ready` when it serves. Logs go to stderr; `VEDETTA_LOG` says how much, for
+/// example `debug`.
+#[derive(Debug, Args)]
+pub(crate) struct Up {
+    #[command(flatten)]
+    place: Place,
+    /// Where to serve HTTP; port 0 takes a free one [default: 127.0.0.1:7070]
+    #[arg(long, value_name = "ADDR", env = "VEDETTA_HTTP")]
+    http: Option<SocketAddr>,
+    /// How to write logs [default: human on a terminal, json otherwise]
+    #[arg(long, value_enum, env = "VEDETTA_LOG_FORMAT")]
+    log_format: Option<LogFormat>,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum LogFormat {
+    Human,
+    Json,
+}
+
+impl Up {
+    pub(crate) fn run(self) -> anyhow::Result<()> {
+        start_logs(self.log_format);
+        let config = Config::load(self.place.config.as_deref())?;
+        let address = self.http.unwrap_or(config.http.listen);
+        if !address.ip().is_loopback() {
+            return Err(ConfigError::Beyond(address).into());
+        }
+        if self.place.data.exists() && !self.place.data.is_dir() {
+            return Err(ConfigError::Folder(self.place.data).into());
+        }
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .enable_all()
+            .build()
+            .context("cannot start")?;
+        runtime.block_on(run(&config, &self.place.data, address))
+    }
+}
+
+async fn run(config: &Config, data: &Path, address: SocketAddr) -> anyhow::Result<()> {
+    let mut signals = Signals::listen().context("cannot listen for signals")?;
+    // First the port, which leaves nothing behind when it is taken.
+    let listener = match TcpListener::bind(address).await {
+        Ok(listener) => listener,
+        Err(error) => {
+            // Most likely it is held by the same Vedetta that has the folder: say so.
+            if let Ok(Some(pid)) = DataFolder::holder(data) {
+                return Err(FolderError::Held { path: data.to_owned(), pid }.into());
+            }
+            let advice = "stop what uses it or choose another with --http";
+            return Err(error).context(format!("cannot listen on {address} ({advice})"));
+        }
+    };
+    let address = listener.local_addr().context("cannot tell the address")?;
+    let folder = DataFolder::open(data)?;
+    let db = Db::open(&db::Options::new(folder.database()), &[kv::SCHEMA])?;
+    let store = Store::open(db, config.store.options()).await?;
+
+    let stop = CancellationToken::new();
+    let mut serving = tokio::spawn(serve(listener, Api::new(store.clone()), stop.clone()));
+    tracing::info!(%address, data = %data.display(), revision = %store.status().revision, "serving");
+    say(&format!("page   http://{address}/\ndata   {}\nready\n", data.display()));
+
+    signals.next().await;
+    tracing::info!(grace = ?config.shutdown.grace, "stopping; a second signal ends it at once");
+    tokio::spawn(async move {
+        signals.next().await;
+        tracing::warn!("ended by a second signal");
+        std::process::exit(1);
+    });
+    stop.cancel();
+    drain(&mut serving, config.shutdown.grace).await;
+    store.close().await;
+    tracing::info!("stopped");
+    Ok(())
+}
+
+async fn drain(serving: &mut tokio::task::JoinHandle<()>, grace: Duration) {
+    if tokio::time::timeout(grace, &mut *serving).await.is_err() {
+        tracing::warn!("the grace time is over: leaving the requests that still run");
+        serving.abort();
+        let _ = serving.await;
+    }
+}
+
+/// Nobody has to listen.
+fn say(text: &str) {
+    let mut out = io::stdout().lock();
+    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+}
+
+struct Signals {
+    interrupt: Signal,
+    terminate: Signal,
+}
+
+impl Signals {
+    fn listen() -> io::Result<Self> {
+        Ok(Self {
+            interrupt: signal(SignalKind::interrupt())?,
+            terminate: signal(SignalKind::terminate())?,
+        })
+    }
+
+    async fn next(&mut self) {
+        tokio::select! {
+            _ = self.interrupt.recv() => {}
+            _ = self.terminate.recv() => {}
+        }
+    }
+}
+
+fn start_logs(format: Option<LogFormat>) {
+    let filter = EnvFilter::try_from_env("VEDETTA_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    let terminal = io::stderr().is_terminal();
+    let logs = tracing_subscriber::fmt().with_writer(io::stderr).with_env_filter(filter);
+    match format.unwrap_or(if terminal { LogFormat::Human } else { LogFormat::Json }) {
+        LogFormat::Human => logs.with_ansi(terminal).init(),
+        LogFormat::Json => logs.json().init(),
+    }
+}

@@ -1,0 +1,144 @@
+//! `vedetta doctor`.
+
+use std::fs::{self, OpenOptions};
+use std::io::{Seek as _, SeekFrom, Write as _};
+use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+
+use vedetta::db::rusqlite;
+
+use crate::support::{Ran, Server, run, temp};
+
+/// Runs it with a port of its own; answers how it ended and the state of a check.
+fn doctor(folder: &Path, check: &str) -> (Ran, String, String) {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    fs::write(folder.join("vedetta.toml"), format!("[http]\nlisten = '{port}'")).unwrap();
+    let ran = run(folder, &["doctor", "--output", "json"]);
+    let checks = ran.json()["checks"].clone();
+    let found = checks.as_array().unwrap().iter().find(|found| found["name"] == check);
+    let found = found.unwrap_or_else(|| panic!("no check {check}: {ran:?}"));
+    let text = |name: &str| found[name].as_str().unwrap().to_owned();
+    (ran, text("state"), text("detail"))
+}
+
+/// Makes the data one file: as long as its log is there, what is in the log is not read from the file.
+fn settle(folder: &Path) -> PathBuf {
+    let file = folder.join("vedetta-data/vedetta.db");
+    let last = rusqlite::Connection::open(&file).unwrap();
+    last.query_row("SELECT count(*) FROM event", [], |_| Ok(())).unwrap();
+    drop(last); // the last to leave moves the log into the file
+    assert!(!folder.join("vedetta-data/vedetta.db-wal").exists());
+    file
+}
+
+#[test]
+fn a_folder_that_does_not_exist_yet_is_no_fault_and_is_not_made() {
+    let folder = temp();
+    let (ran, state, detail) = doctor(folder.path(), "data folder");
+    assert_eq!((ran.code, state.as_str()), (0, "note"), "{ran:?}");
+    assert!(detail.contains("`vedetta up` makes it"), "{detail}");
+    assert!(!folder.path().join("vedetta-data").exists());
+    let (_, state, _) = doctor(folder.path(), "fsync");
+    assert_eq!(state, "ok");
+}
+
+#[test]
+fn a_sound_folder_is_fine_with_and_without_a_server() {
+    let folder = temp();
+    let server = Server::start(folder.path());
+    for n in 0..20 {
+        server.done(&["put", &format!("k{}", n % 3), &n.to_string()]);
+    }
+    let (ran, state, detail) = doctor(folder.path(), "database");
+    assert_eq!((ran.code, state.as_str()), (0, "ok"), "{ran:?}");
+    assert!(detail.contains("revision 21"), "{detail}");
+    let (_, _, detail) = doctor(folder.path(), "lock");
+    assert_eq!(detail, format!("held by the process {}", server.running.child.id()));
+    let address = server.url.strip_prefix("http://").unwrap();
+    fs::write(folder.path().join("at.toml"), format!("[http]\nlisten = '{address}'")).unwrap();
+    let beside = run(folder.path(), &["doctor", "--config", "at.toml"]);
+    assert!(beside.code == 0 && beside.out.contains("a Vedetta serves"), "{beside:?}");
+    server.stop();
+
+    let before = fs::read(folder.path().join("vedetta-data/vedetta.db")).unwrap();
+    let (ran, _, detail) = doctor(folder.path(), "lock");
+    assert_eq!((ran.code, detail.as_str()), (0, "held by nobody"), "{ran:?}");
+    assert_eq!(fs::read(folder.path().join("vedetta-data/vedetta.db")).unwrap(), before);
+    let table = run(folder.path(), &["doctor"]);
+    assert!(table.out.starts_with("CHECK"), "{table:?}");
+}
+
+#[test]
+fn a_flipped_bit_in_a_value_is_found() {
+    let folder = temp();
+    let server = Server::start(folder.path());
+    server.done(&["put", "k", "the value that will be damaged"]);
+    server.stop();
+    let file = settle(folder.path());
+    let bytes = fs::read(&file).unwrap();
+    let needle = b"will be damaged";
+    let at = bytes.windows(needle.len()).position(|part| part == needle).expect("it is there");
+    let mut damaged = OpenOptions::new().write(true).open(&file).unwrap();
+    damaged.seek(SeekFrom::Start(at as u64)).unwrap();
+    damaged.write_all(b"W").unwrap();
+    let (ran, state, detail) = doctor(folder.path(), "database");
+    assert_eq!((ran.code, state.as_str()), (1, "broken"), "{ran:?}");
+    assert!(detail.contains("the row of revision 2 is damaged"), "{detail}");
+
+    let refused = run(folder.path(), &["up", "--http", "127.0.0.1:0"]);
+    assert_eq!(refused.code, 1, "{refused:?}");
+    assert!(refused.err.contains("restore a backup"), "{refused:?}");
+}
+
+#[test]
+fn a_damaged_file_a_foreign_one_and_a_newer_one_are_found() {
+    let folder = temp();
+    Server::start(folder.path()).stop();
+    let file = settle(folder.path());
+    let sound = fs::read(&file).unwrap();
+    for (what, content) in [
+        ("cut short", sound[..sound.len() / 2].to_vec()),
+        ("no database", b"something else".repeat(1000)),
+    ] {
+        fs::write(&file, content).unwrap();
+        let (ran, state, detail) = doctor(folder.path(), "database");
+        assert_eq!((ran.code, state.as_str()), (1, "broken"), "{what}: {detail}");
+    }
+    fs::write(&file, &sound).unwrap();
+    let newer = rusqlite::Connection::open(&file).unwrap();
+    newer.execute_batch("PRAGMA user_version = 99").unwrap();
+    drop(newer);
+    let (ran, _, detail) = doctor(folder.path(), "database");
+    assert!(ran.code == 1 && detail.contains("newer Vedetta"), "{detail}");
+}
+
+#[test]
+fn a_folder_open_to_others_is_broken_with_the_command_that_mends_it() {
+    let folder = temp();
+    Server::start(folder.path()).stop();
+    let data = folder.path().join("vedetta-data");
+    fs::set_permissions(&data, fs::Permissions::from_mode(0o755)).unwrap();
+    let (ran, state, detail) = doctor(folder.path(), "permissions");
+    assert_eq!((ran.code, state.as_str()), (1, "broken"), "{ran:?}");
+    assert!(detail.contains("chmod 700 vedetta-data"), "{detail}");
+}
+
+#[test]
+fn a_port_held_by_another_program_is_broken() {
+    let folder = temp();
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap();
+    fs::write(folder.path().join("at.toml"), format!("[http]\nlisten = '{address}'")).unwrap();
+    let ran = run(folder.path(), &["doctor", "--config", "at.toml"]);
+    assert!(ran.code == 1 && ran.out.contains("use another with --http"), "{ran:?}");
+}
+
+#[test]
+fn programs_that_only_optional_parts_need_may_be_missing() {
+    let folder = temp();
+    let mut command = crate::support::vedetta(folder.path());
+    let ran = Ran::from(command.arg("doctor").env("PATH", "/nowhere").output().unwrap());
+    assert!(ran.out.contains("optional: not found, apt-get install janus"), "{ran:?}");
+    assert!(ran.out.contains("note"), "{ran:?}");
+}

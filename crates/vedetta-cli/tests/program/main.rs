@@ -1,0 +1,7 @@
+//! The program as a user runs it: the real binary, on free ports, in temporary folders.
+
+mod backup;
+mod doctor;
+mod kv;
+mod support;
+mod up;

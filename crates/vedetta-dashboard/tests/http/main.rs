@@ -1,0 +1,5 @@
+//! The API as a client on a socket sees it.
+
+mod requests;
+mod support;
+mod watch;
