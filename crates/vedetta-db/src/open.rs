@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use rusqlite::config::DbConfig;
@@ -52,6 +53,10 @@ pub struct Torture {
     pub answer_early: bool,
     /// `synchronous=NORMAL`: commits without an fsync.
     pub skip_fsync: bool,
+    /// Pages between two checkpoints, so that a short run has some.
+    pub checkpoint_step: Option<i32>,
+    /// How soon a full disk is looked at again, so that a run with many full disks is short.
+    pub look_again: Option<Duration>,
 }
 
 impl Options {
@@ -75,7 +80,7 @@ impl Options {
         };
         // A refused or newer file must be left as it was, so closing never checkpoints by itself.
         connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true)?;
-        connection.busy_timeout(std::time::Duration::from_secs(5))?;
+        connection.busy_timeout(Duration::from_secs(5))?;
         Ok(connection)
     }
 
@@ -186,8 +191,13 @@ impl Db {
         let writer = Writer {
             inbox,
             batch_limit: options.batch,
-            space: Space::new(parent(&options.file).join("ballast"), options.ballast),
-            wal: WalKeeper::start(checkpoints).map_err(unreadable)?,
+            space: Space::new(
+                parent(&options.file).join("ballast"),
+                options.ballast,
+                options.torture.look_again,
+            ),
+            wal: WalKeeper::start(checkpoints, options.torture.checkpoint_step)
+                .map_err(unreadable)?,
             size: Arc::clone(&size),
             mirrors: Vec::new(),
             halted: false,

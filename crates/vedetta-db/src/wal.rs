@@ -11,6 +11,8 @@ use std::thread::JoinHandle;
 
 use rusqlite::Connection;
 
+use crate::failpoint;
+
 /// Pages the log grows by between two checkpoints (4 MiB).
 const STEP: i32 = 1_000;
 /// Pages above which the writer itself finishes the checkpoint, so that the log starts over (64 MiB).
@@ -19,6 +21,8 @@ const LIMIT: i32 = 16_000;
 pub(crate) struct WalKeeper {
     nudge: SyncSender<()>,
     thread: JoinHandle<()>,
+    step: i32,
+    limit: i32,
     /// Pages in the log after the last commit.
     logged: Arc<AtomicI32>,
     /// The log's length when a checkpoint was last asked for.
@@ -28,13 +32,14 @@ pub(crate) struct WalKeeper {
 }
 
 impl WalKeeper {
-    /// Starts the thread; `connection` is its own.
-    pub(crate) fn start(connection: Connection) -> std::io::Result<Self> {
+    /// Starts the thread; `connection` is its own. A test may ask for a shorter step.
+    pub(crate) fn start(connection: Connection, step: Option<i32>) -> std::io::Result<Self> {
         let (nudge, nudged) = sync_channel(1);
         let thread = std::thread::Builder::new()
             .name("vedetta-checkpoint".into())
             .spawn(move || keep_short(&connection, &nudged))?;
-        Ok(Self { nudge, thread, logged: Arc::default(), asked: 0, tried: 0 })
+        let (step, limit) = step.map_or((STEP, LIMIT), |step| (step, step * (LIMIT / STEP)));
+        Ok(Self { nudge, thread, step, limit, logged: Arc::default(), asked: 0, tried: 0 })
     }
 
     /// Makes the writer's connection report the log's length.
@@ -52,12 +57,12 @@ impl WalKeeper {
         if pages < self.asked {
             (self.asked, self.tried) = (0, 0); // the log started over
         }
-        if pages >= self.asked + STEP {
+        if pages >= self.asked + self.step {
             // Full means that one is already asked for.
             let _ = self.nudge.try_send(());
             self.asked = pages;
         }
-        if pages >= LIMIT.max(self.tried + STEP) {
+        if pages >= self.limit.max(self.tried + self.step) {
             checkpoint(connection);
             self.tried = pages;
         }
@@ -80,7 +85,9 @@ fn keep_short(connection: &Connection, nudged: &Receiver<()>) {
 /// Moves what it can without waiting for anybody. A failure is not lost data: the log still has it,
 /// and the next try writes the same pages again.
 fn checkpoint(connection: &Connection) {
+    failpoint("db.checkpoint");
     let moved = connection.query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(()));
+    failpoint("db.checkpointed");
     if let Err(error) = moved {
         tracing::warn!(%error, "a checkpoint failed; the log keeps growing until one succeeds");
     }

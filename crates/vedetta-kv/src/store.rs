@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock};
 use vedetta_core::{KeyRange, Revision};
-use vedetta_db::{CommitError, Db, Mirror, Purpose, Schema, Stop, WriteError, rusqlite};
+use vedetta_db::{CommitError, Db, Mirror, Purpose, Schema, Stop, WriteError, failpoint, rusqlite};
 
 use crate::compact::{Keep, Sweeper};
 use crate::engine::{self, Engine};
@@ -291,6 +291,7 @@ impl Store {
             }
             load::set_meta(engine.connection, "compacted", revision.0.cast_signed())?;
             engine.pending.compacted = revision;
+            failpoint("kv.compact");
             Ok(())
         };
         self.reclaim(mark).await?;
@@ -547,6 +548,7 @@ fn end_leases(shared: &Arc<Shared>, db: &Db, due: &[LeaseId]) {
             if engine.has_lease(id) && leases.is_due(id) && !engine.pending.renews(id) {
                 engine.end_lease(id, Cause::Expired)?;
                 engine.seal()?;
+                failpoint("kv.expired");
             }
         }
         Ok::<_, Stop<KvError>>(())
