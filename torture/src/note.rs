@@ -30,11 +30,15 @@ pub enum Note {
     Refused {
         /// Which try.
         id: u64,
+        /// The error; empty when there was nothing to do.
+        why: String,
     },
     /// The store said "failed": it may be there or not.
     Failed {
         /// Which try.
         id: u64,
+        /// The error.
+        why: String,
     },
     /// A watcher was handed all of its events of one revision.
     Seen {
@@ -158,16 +162,20 @@ impl fmt::Display for Note {
         match self {
             Self::Tried { id, what } => write!(f, "T {id} {what}"),
             Self::Done { id, revision } => write!(f, "D {id} {revision}"),
-            Self::Refused { id } => write!(f, "R {id}"),
-            Self::Failed { id } => write!(f, "F {id}"),
+            Self::Refused { id, why } => write!(f, "R {id} {}", one_line(why)),
+            Self::Failed { id, why } => write!(f, "F {id} {}", one_line(why)),
             Self::Seen { watcher, at_ms, revision, events } => {
                 let events: Vec<_> = events.iter().map(Ev::to_string).collect();
                 write!(f, "S {watcher} {at_ms} {revision} {}", events.join(","))
             }
             Self::Compacted { watcher, oldest } => write!(f, "C {watcher} {oldest}"),
-            Self::Trouble(what) => write!(f, "! {}", what.replace('\n', " ")),
+            Self::Trouble(what) => write!(f, "! {}", one_line(what)),
         }
     }
+}
+
+fn one_line(text: &str) -> String {
+    text.replace('\n', " ")
 }
 
 impl fmt::Display for What {
@@ -222,8 +230,8 @@ fn parse(words: &[&str]) -> Option<Note> {
         ["D", id, revision] => {
             Note::Done { id: id.parse().ok()?, revision: revision.parse().ok()? }
         }
-        ["R", id] => Note::Refused { id: id.parse().ok()? },
-        ["F", id] => Note::Failed { id: id.parse().ok()? },
+        ["R", id, ref why @ ..] => Note::Refused { id: id.parse().ok()?, why: why.join(" ") },
+        ["F", id, ref why @ ..] => Note::Failed { id: id.parse().ok()?, why: why.join(" ") },
         ["S", watcher, at_ms, revision, events] => Note::Seen {
             watcher: watcher.parse().ok()?,
             at_ms: at_ms.parse().ok()?,
@@ -291,8 +299,8 @@ mod tests {
             Note::Tried { id: 10, what: What::Revoke { lease: 1 } },
             Note::Tried { id: 11, what: What::Compact { revision: 4 } },
             Note::Done { id: 7, revision: 2 },
-            Note::Refused { id: 8 },
-            Note::Failed { id: 9 },
+            Note::Refused { id: 8, why: String::new() },
+            Note::Failed { id: 9, why: "for a reason".into() },
             Note::Seen {
                 watcher: 1,
                 at_ms: 9,

@@ -116,7 +116,7 @@ impl Story {
                 self.tries.insert(id, new);
             }
             Note::Done { id, revision } => self.acknowledge(id, revision),
-            Note::Refused { id } => {
+            Note::Refused { id, .. } => {
                 if let Some(refused) = self.tries.get_mut(&id) {
                     refused.outcome = Outcome::Refused;
                 }

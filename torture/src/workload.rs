@@ -31,8 +31,19 @@ pub struct Workload {
     pub writes: u64,
     /// Whether leases short enough to expire are among them.
     pub short_leases: bool,
-    /// Whether a failing database is part of the plan.
-    pub failing: bool,
+    /// What to do when the database fails.
+    pub failing: Failing,
+}
+
+/// What to do when the database fails.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Failing {
+    /// Complain: there is no reason to.
+    Wrong,
+    /// Stop, without a complaint.
+    Ends,
+    /// Go on, without a complaint.
+    Endured,
 }
 
 /// What a writer needs.
@@ -42,7 +53,7 @@ struct Writer {
     ids: Arc<AtomicU64>,
     rng: fastrand::Rng,
     short_leases: bool,
-    failing: bool,
+    failing: Failing,
     /// Leases it granted.
     leases: Vec<i64>,
 }
@@ -115,18 +126,23 @@ impl Writer {
 
     /// Notes the answer: the revision of what was done, `None` for "nothing to do".
     fn answered(&self, id: u64, answer: Result<Option<Revision>, KvError>) -> Result<(), Over> {
-        let (note, over) = match answer {
+        let (note, lost) = match answer {
             Ok(Some(Revision(revision))) => (Note::Done { id, revision }, false),
-            Ok(None) => (Note::Refused { id }, false),
-            Err(KvError::Lost(CommitError::Failed(_))) => (Note::Failed { id }, true),
-            Err(KvError::Lost(_)) => (Note::Refused { id }, true),
-            Err(_) => (Note::Refused { id }, false),
+            Ok(None) => (Note::Refused { id, why: String::new() }, false),
+            Err(error) => {
+                let lost = matches!(error, KvError::Lost(_));
+                let why = crate::bed::explain(&error);
+                match error {
+                    KvError::Lost(CommitError::Failed(_)) => (Note::Failed { id, why }, lost),
+                    _ => (Note::Refused { id, why }, lost),
+                }
+            }
         };
-        if over && !self.failing {
+        if lost && self.failing == Failing::Wrong {
             (self.notes)(Note::Trouble(format!("a write was lost: {note}")));
         }
         (self.notes)(note);
-        if over { Err(Over) } else { Ok(()) }
+        if lost && self.failing != Failing::Endured { Err(Over) } else { Ok(()) }
     }
 
     async fn put(&mut self) -> Result<(), Over> {
@@ -230,7 +246,7 @@ impl Writer {
     }
 }
 
-async fn watch(watcher: usize, from: u64, store: &Store, notes: &Notes, failing: bool) {
+async fn watch(watcher: usize, from: u64, store: &Store, notes: &Notes, failing: Failing) {
     let mut from = Revision(from);
     loop {
         let range = KeyRange::prefix(WATCHED[watcher]);
@@ -254,7 +270,7 @@ async fn watch(watcher: usize, from: u64, store: &Store, notes: &Notes, failing:
             }
             WatchError::Closed => return,
             other => {
-                if !failing {
+                if failing == Failing::Wrong {
                     let why = format!("watcher {watcher} ended: {}", crate::bed::explain(&other));
                     notes(Note::Trouble(why));
                 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use torture::bed::How;
 use torture::note::Note;
-use torture::workload::{Notes, Workload};
+use torture::workload::{Failing, Notes, Workload};
 use vedetta_db::{DataFolder, Torture};
 
 #[tokio::main(flavor = "current_thread")]
@@ -36,8 +36,14 @@ async fn main() {
         Ok(store) => store,
         Err(error) => return notes(Note::Trouble(error.to_string())),
     };
-    let workload =
-        Workload { seed, first_id, writers: 6, writes: 400, short_leases: true, failing: false };
+    let workload = Workload {
+        seed,
+        first_id,
+        writers: 6,
+        writes: 400,
+        short_leases: true,
+        failing: Failing::Wrong,
+    };
     workload.run(&store, &resume, &notes).await;
     store.close().await;
 }
