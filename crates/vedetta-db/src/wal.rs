@@ -63,30 +63,32 @@ impl WalKeeper {
             self.asked = pages;
         }
         if pages >= self.limit.max(self.tried + self.step) {
-            checkpoint(connection);
+            checkpoint(connection, "PASSIVE");
             self.tried = pages;
         }
     }
 
-    /// The last checkpoint, when nothing writes any more.
+    /// The last checkpoint, when nothing writes any more. It leaves an empty log: SQLite takes a damaged
+    /// one for the end of the log, and older pages in it would hide newer ones in the file.
     pub(crate) fn finish(self, connection: &Connection) {
         drop(self.nudge);
         let _ = self.thread.join();
-        checkpoint(connection);
+        checkpoint(connection, "TRUNCATE");
     }
 }
 
 fn keep_short(connection: &Connection, nudged: &Receiver<()>) {
     while nudged.recv().is_ok() {
-        checkpoint(connection);
+        checkpoint(connection, "PASSIVE");
     }
 }
 
-/// Moves what it can without waiting for anybody. A failure is not lost data: the log still has it,
-/// and the next try writes the same pages again.
-fn checkpoint(connection: &Connection) {
+/// Moves pages; a passive one moves what it can without waiting for anybody. A failure is not lost
+/// data: the log still has it, and the next try writes the same pages again.
+fn checkpoint(connection: &Connection, how: &str) {
     failpoint("db.checkpoint");
-    let moved = connection.query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(()));
+    let sql = format!("PRAGMA wal_checkpoint({how})");
+    let moved = connection.query_row(&sql, [], |_| Ok(()));
     failpoint("db.checkpointed");
     if let Err(error) = moved {
         tracing::warn!(%error, "a checkpoint failed; the log keeps growing until one succeeds");
