@@ -33,6 +33,8 @@ pub(crate) struct Meta {
     /// The last revision before a restored store jumped, and where it landed.
     jump_from: Revision,
     jump_to: Revision,
+    /// The store had come this far when it was last closed.
+    closed_at: Revision,
     age_ms: i64,
 }
 
@@ -52,6 +54,7 @@ impl Meta {
             sum: u32::try_from(get("sum")?.unwrap_or(0)).unwrap_or(0),
             jump_from: revision("jump_from", Revision(0))?,
             jump_to: revision("jump_to", Revision(0))?,
+            closed_at: revision("closed_at", Revision(0))?,
             age_ms: get("age_ms")?.unwrap_or(0),
         })
     }
@@ -120,8 +123,8 @@ fn load_index(connection: &Connection, meta: Meta) -> Result<Index, Unsound> {
     Ok(Index::from_chains(sorted, revision, meta.compacted))
 }
 
-/// Notices rows that are gone: above the swept part every revision has one; in it their number and
-/// checksums are known.
+/// Notices rows that are gone: above the swept part every revision has one, up to where the store was
+/// when it was closed at least; in it their number and checksums are known.
 struct Check {
     meta: Meta,
     expected: Revision,
@@ -161,6 +164,9 @@ impl Check {
             return Err(OpenError::Miscounted);
         }
         self.jump();
+        if self.expected <= self.meta.closed_at {
+            return Err(OpenError::Gap(self.expected));
+        }
         Ok(Revision(self.expected.0 - 1))
     }
 }

@@ -188,12 +188,15 @@ impl Store {
         for thread in self.threads.0.lock().drain(..) {
             let _ = thread.join();
         }
-        if !self.shared.leases.is_empty() {
-            let age = self.shared.age.now_ms();
-            let noted = self.db.write_blocking(Purpose::Reclaim, move |c| note_age(c, age));
-            if let Err(error) = noted {
-                tracing::warn!(%error, "could not note the store's age; leases will live longer");
-            }
+        let shared = Arc::clone(&self.shared);
+        let noted = self.db.write_blocking(Purpose::Reclaim, move |connection| {
+            // So that rows missing at the end are noticed.
+            let revision = shared.pending.lock().revision;
+            load::set_meta(connection, "closed_at", revision.0.cast_signed())?;
+            note_age(connection, shared.age.now_ms())
+        });
+        if let Err(error) = noted {
+            tracing::warn!(%error, "could not note how old the store is; leases will live longer");
         }
         self.db.close_blocking();
     }
