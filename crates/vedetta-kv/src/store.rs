@@ -24,9 +24,10 @@ pub const SCHEMA: Schema = Schema {
     component: "kv",
     steps: &["CREATE TABLE event (revision INTEGER PRIMARY KEY, body BLOB NOT NULL) STRICT;
          CREATE TABLE lease (id INTEGER PRIMARY KEY, ttl_ms INTEGER NOT NULL,
-                             deadline_ms INTEGER NOT NULL, renewed INTEGER NOT NULL) STRICT;
+                             deadline_ms INTEGER NOT NULL, renewed INTEGER NOT NULL,
+                             checksum INTEGER NOT NULL) STRICT;
          CREATE TABLE mark (at_ms INTEGER PRIMARY KEY, revision INTEGER NOT NULL) STRICT;
-         CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT;"],
+         CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT, WITHOUT ROWID;"],
 };
 
 /// Keys a reader looks at before it lets the lock go for a moment.
@@ -327,8 +328,11 @@ impl Store {
             };
             let ttl_ms = i64::try_from(ttl.as_millis()).unwrap_or(i64::MAX);
             let deadline = shared.age.now_ms().saturating_add(ttl_ms);
-            let sql = "INSERT INTO lease (id, ttl_ms, deadline_ms, renewed) VALUES (?1, ?2, ?3, 0)";
-            engine.connection.prepare_cached(sql)?.execute((id.get(), ttl_ms, deadline))?;
+            let sql = "INSERT INTO lease (id, ttl_ms, deadline_ms, renewed, checksum)
+                       VALUES (?1, ?2, ?3, 0, ?4)";
+            let checksum = load::lease_checksum(id.get(), ttl_ms, deadline);
+            let mut insert = engine.connection.prepare_cached(sql)?;
+            insert.execute((id.get(), ttl_ms, deadline, checksum))?;
             engine.pending.leases.push(LeaseChange::Granted { id, ttl });
             Ok(id)
         };
@@ -346,7 +350,8 @@ impl Store {
             if !engine.has_lease(id) {
                 return Err(Stop::Refused(KvError::LeaseNotFound(id)));
             }
-            let sql = "UPDATE lease SET renewed = 1 WHERE id = ?1";
+            let sql = "UPDATE lease SET renewed = 1, checksum = checksum + 1
+                       WHERE id = ?1 AND renewed = 0";
             engine.connection.prepare_cached(sql)?.execute([id.get()])?;
             engine.pending.leases.push(LeaseChange::Renewed { id });
             Ok(())
