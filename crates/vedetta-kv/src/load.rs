@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use parking_lot::{Mutex, RwLock};
-use rusqlite::{Connection, OptionalExtension as _};
+use rusqlite::Connection;
 use vedetta_core::Revision;
 use vedetta_db::{Db, Purpose, Stop, WriteError, rusqlite};
 
