@@ -16,6 +16,7 @@ use rusqlite::{Connection, OpenFlags, OptionalExtension as _};
 use tokio::sync::mpsc;
 
 use crate::folder::{parent, sync_folder};
+use crate::log;
 use crate::readers::{ReadError, Readers};
 use crate::space::Space;
 use crate::wal::WalKeeper;
@@ -140,6 +141,13 @@ pub enum OpenError {
         #[source]
         source: io::Error,
     },
+    /// Committed writes are in the log, but cannot be read any more: restore a backup. Or delete the
+    /// log, whose name is the file's with `-wal`, and do without all that is in it.
+    #[error("the log of {} is damaged, and writes in it are lost; restore a backup; nothing was changed", file.display())]
+    DamagedLog {
+        /// The database.
+        file: PathBuf,
+    },
     /// The file cannot be read as a database: restore a backup.
     #[error("cannot use {} as a database", file.display())]
     Sql {
@@ -173,6 +181,9 @@ impl Db {
         let sql = |source| OpenError::Sql { file: options.file.clone(), source };
 
         create_private(&options.file).map_err(unreadable)?;
+        if log::is_damaged(&options.file).map_err(unreadable)? {
+            return Err(OpenError::DamagedLog { file: options.file.clone() });
+        }
         let mut connection = options.connect(OpenFlags::SQLITE_OPEN_READ_WRITE).map_err(sql)?;
         check_versions(options, &connection, schemas)?;
         prepare(&connection, options.synchronous()).map_err(sql)?;
