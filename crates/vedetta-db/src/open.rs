@@ -19,7 +19,7 @@ use crate::folder::{parent, sync_folder};
 use crate::log;
 use crate::readers::{ReadError, Readers};
 use crate::space::Space;
-use crate::wal::WalKeeper;
+use crate::wal::{WalKeeper, start_over};
 use crate::writer::{CommitError, Message, Mirror, Purpose, Stop, Task, WriteError, Writer};
 
 /// "VEDT": tells our files from other SQLite files.
@@ -187,6 +187,7 @@ impl Db {
         let mut connection = options.connect(OpenFlags::SQLITE_OPEN_READ_WRITE).map_err(sql)?;
         check_versions(options, &connection, schemas)?;
         prepare(&connection, options.synchronous()).map_err(sql)?;
+        start_over(&connection).map_err(sql)?;
         migrate(&connection, schemas).map_err(sql)?;
         let restored = has_table(&connection, "vedetta_backup").map_err(sql)?;
 
@@ -304,13 +305,16 @@ impl Db {
         self.inner.restored
     }
 
-    /// Writes what is queued, then stops the writer. Later writes answer [`CommitError::Closed`].
+    /// Writes what is queued, then stops the writer and lets go of the file. Later writes answer
+    /// [`CommitError::Closed`], later reads an error, too.
     ///
     /// Blocks until the writer has ended, so it wants a thread of one's own; a second call does nothing.
     pub fn close_blocking(&self) {
         if let Some(writer) = self.inner.writer.lock().take() {
             let _ = self.inner.queue.blocking_send(Message::Close);
             let _ = writer.join();
+            // SQLite forgets how far it had moved the log when nobody has it open: see `wal`.
+            self.inner.readers.close();
         }
     }
 }
