@@ -93,6 +93,10 @@ impl How {
     }
 
     /// Opens the store in `folder`.
+    ///
+    /// # Panics
+    ///
+    /// If opening does, which is a bug.
     pub async fn open(&self, folder: &Path) -> Result<Store, OpenError> {
         let mut options =
             vedetta_db::Options::new(folder.join(FILE)).with_torture(self.torture.clone());

@@ -74,7 +74,7 @@ impl Workload {
             tokio::spawn(async move { watch(watcher, from, &store, &notes, failing).await });
         }
         let ids = Arc::new(AtomicU64::new(self.first_id));
-        let mut writers = JoinSet::new();
+        let mut tasks = JoinSet::new();
         for number in 0..self.writers {
             let mut writer = Writer {
                 store: store.clone(),
@@ -85,16 +85,16 @@ impl Workload {
                 failing: self.failing,
                 leases: Vec::new(),
             };
-            let writes = self.writes;
-            writers.spawn(async move {
-                for _ in 0..writes {
+            let steps = self.writes;
+            tasks.spawn(async move {
+                for _ in 0..steps {
                     if writer.step().await.is_err() {
                         return;
                     }
                 }
             });
         }
-        while let Some(ended) = writers.join_next().await {
+        while let Some(ended) = tasks.join_next().await {
             ended.expect("a writer does not panic");
         }
     }

@@ -33,9 +33,9 @@ async fn filled(seed: u64) -> (TempDir, Store, Vec<Note>) {
 }
 
 async fn violations(store: &Store, notes: &[Note]) -> Vec<String> {
-    let mut story = Story::default();
-    notes.iter().cloned().for_each(|note| story.note(note));
-    story.check(store).await
+    let mut past = Story::default();
+    notes.iter().cloned().for_each(|note| past.note(note));
+    past.check(store).await
 }
 
 /// A way to falsify the note at a place; `false` when that note cannot be so falsified.

@@ -44,7 +44,7 @@ struct Tally {
 struct Run {
     fault: Option<Fault>,
     disk: Disk,
-    story: Arc<Mutex<Story>>,
+    past: Arc<Mutex<Story>>,
     notes: Notes,
     /// What was answered, except "done".
     answers: Arc<Mutex<Vec<Note>>>,
@@ -55,9 +55,9 @@ struct Run {
 
 impl Run {
     fn new(fault: Option<Fault>) -> Self {
-        let story = Arc::new(Mutex::new(Story::default()));
+        let past = Arc::new(Mutex::new(Story::default()));
         let answers = Arc::new(Mutex::new(Vec::new()));
-        let (told, also) = (Arc::clone(&story), Arc::clone(&answers));
+        let (told, also) = (Arc::clone(&past), Arc::clone(&answers));
         let notes: Notes = Arc::new(move |note: Note| {
             if matches!(note, Note::Refused { .. } | Note::Failed { .. }) {
                 also.lock().push(note.clone());
@@ -68,7 +68,7 @@ impl Run {
         Self {
             fault,
             disk,
-            story,
+            past,
             notes,
             answers,
             wrong: Vec::new(),
@@ -99,7 +99,7 @@ impl Run {
 
     async fn live(&mut self, folder: &Path) {
         let Some(store) = self.open(folder).await else { return };
-        let resume = self.story.lock().resume();
+        let resume = self.past.lock().resume();
         workload().run(&store, &resume, &self.notes).await;
         self.disk.heal();
         let store = self.recover(store, folder).await;
@@ -175,12 +175,12 @@ fn is_about_the_disk(why: &str) -> bool {
         .any(|word| why.contains(word))
 }
 
-async fn check(folder: &Path, mut story: Story) -> Vec<String> {
+async fn check(folder: &Path, mut past: Story) -> Vec<String> {
     let store = match How::default().open(folder).await {
         Ok(store) => store,
         Err(error) => return vec![format!("it does not open: {error}")],
     };
-    let mut wrong = story.check(&store).await;
+    let mut wrong = past.check(&store).await;
     store.close().await;
     match vedetta_db::damage(&folder.join(bed::FILE)) {
         Ok(damage) => wrong.extend(damage),
@@ -189,10 +189,10 @@ async fn check(folder: &Path, mut story: Story) -> Vec<String> {
     wrong
 }
 
-async fn check_image(image: &Image, story: Story) -> Vec<String> {
+async fn check_image(image: &Image, past: Story) -> Vec<String> {
     let folder = memory_folder();
     image.write_to(folder.path()).expect("an image can be written");
-    check(folder.path(), story).await
+    check(folder.path(), past).await
 }
 
 /// One run; returns how many operations it had.
@@ -206,22 +206,22 @@ async fn run(planted: Option<(u64, Fault, Times)>, tally: &mut Tally) -> u64 {
         run.wrong.push("it hangs".to_owned());
     }
     run.check_answers();
-    let story = run.story.lock().clone();
+    let past = run.past.lock().clone();
     let mut wrong = run.wrong;
     // A power cut now, after all that, must not take anything either.
     for image in run.disk.images(bed::seed(), 2) {
         tally.images += 1;
-        let found = check_image(&image, story.clone()).await;
+        let found = check_image(&image, past.clone()).await;
         wrong.extend(found.into_iter().map(|line| format!("after a power cut ({image}): {line}")));
     }
     tally.runs += 1;
-    tally.acknowledged += story.acknowledged();
+    tally.acknowledged += past.acknowledged();
     let failed = |note: &&Note| matches!(note, Note::Failed { .. });
     tally.failed += run.answers.lock().iter().filter(failed).count();
     tally.refused += run.answers.lock().iter().filter(|note| !failed(note)).count();
     tally.failed_opens += run.failed_opens;
     tally.halted += usize::from(run.halted);
-    wrong.extend(check(folder.path(), story).await);
+    wrong.extend(check(folder.path(), past).await);
     assert!(
         wrong.is_empty(),
         "TORTURE_SEED={}, {planted:?}: {} violations\n{}",

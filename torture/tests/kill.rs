@@ -62,10 +62,10 @@ impl End {
 }
 
 /// Runs a child until its end and lets the story take in what it said.
-fn run_child(folder: &Path, seed: u64, cycle: u64, end: &End, story: &mut Story) -> Tally {
+fn run_child(folder: &Path, seed: u64, cycle: u64, end: &End, past: &mut Story) -> Tally {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kill-child"));
     command.arg(folder).arg(seed.to_string()).arg(((cycle + 1) << 24).to_string());
-    command.args(story.resume().iter().map(u64::to_string));
+    command.args(past.resume().iter().map(u64::to_string));
     if let Some((name, passing)) = end.failpoint {
         command.env("VEDETTA_FAILPOINT", format!("{name}:{passing}"));
     }
@@ -89,7 +89,7 @@ fn run_child(folder: &Path, seed: u64, cycle: u64, end: &End, story: &mut Story)
         tally.acknowledged += usize::from(matches!(note, Note::Done { .. }));
         tally.seen += usize::from(matches!(note, Note::Seen { .. }));
         tally.compacted += usize::from(matches!(note, Note::Compacted { .. }));
-        story.note(note);
+        past.note(note);
     }
     child.wait().expect("the child ends");
     tally.at_failpoints = u64::from(!killed && end.failpoint.is_some());
@@ -101,25 +101,25 @@ async fn a_killed_store_lost_nothing_it_acknowledged_and_shows_no_transaction_in
     let (seed, cycles) = (bed::seed(), bed::number("TORTURE_CYCLES", 120));
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut total = Tally::default();
-    let mut story = Story::default();
+    let mut past = Story::default();
     let mut folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     eprintln!("seed {seed}, {cycles} cycles");
 
     for cycle in 0..cycles {
         if cycle % CYCLES_PER_FOLDER == 0 {
             folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-            story = Story::default();
+            past = Story::default();
         }
         let end = End::choose(&mut rng);
         let child_seed = rng.u64(..);
-        let tally = run_child(folder.path(), child_seed, cycle, &end, &mut story);
+        let tally = run_child(folder.path(), child_seed, cycle, &end, &mut past);
         total.cycles += 1;
         total.acknowledged += tally.acknowledged;
         total.seen += tally.seen;
         total.at_failpoints += tally.at_failpoints;
         total.compacted += tally.compacted;
 
-        let wrong = reopen(folder.path(), &mut story).await;
+        let wrong = reopen(folder.path(), &mut past).await;
         if !wrong.is_empty() {
             folder.disable_cleanup(true);
             panic!(
@@ -135,7 +135,7 @@ async fn a_killed_store_lost_nothing_it_acknowledged_and_shows_no_transaction_in
 }
 
 /// Opens the store where the child left it, and lists what is wrong with it.
-async fn reopen(folder: &Path, story: &mut Story) -> Vec<String> {
+async fn reopen(folder: &Path, past: &mut Story) -> Vec<String> {
     let _held = match DataFolder::open(folder) {
         Ok(held) => held,
         Err(error) => return vec![bed::explain(&error)],
@@ -144,7 +144,7 @@ async fn reopen(folder: &Path, story: &mut Story) -> Vec<String> {
         Ok(store) => store,
         Err(error) => return vec![format!("it does not open: {error}")],
     };
-    let mut wrong = story.check(&store).await;
+    let mut wrong = past.check(&store).await;
     store.close().await;
     match vedetta_db::damage(&folder.join(bed::FILE)) {
         Ok(damage) => wrong.extend(damage),

@@ -61,7 +61,7 @@ impl fmt::Display for Tally {
 /// A run up to the power cut.
 struct Run {
     disk: Disk,
-    story: Story,
+    past: Story,
     seen: usize,
 }
 
@@ -104,28 +104,29 @@ async fn run(seed: u64, bug: Bug, cut: Option<u64>) -> Run {
         }
         store.close().await;
     }
-    let (story, seen) = told.lock().clone();
-    Run { disk, story, seen }
+    let (past, revisions) = told.lock().clone();
+    Run { disk, past, seen: revisions }
 }
 
 /// What is wrong with an image.
-async fn judge(image: &Image, mut story: Story, go_on: bool) -> Vec<String> {
+async fn judge(image: &Image, past: &Story, go_on: bool) -> Vec<String> {
     let folder = memory_folder();
     image.write_to(folder.path()).expect("an image can be written");
-    let mut wrong = reopen(folder.path(), &mut story, go_on).await;
+    let mut past = past.clone();
+    let mut wrong = reopen(folder.path(), &mut past, go_on).await;
     if go_on && wrong.is_empty() {
-        wrong = reopen(folder.path(), &mut story, false).await;
+        wrong = reopen(folder.path(), &mut past, false).await;
     }
     wrong
 }
 
 /// Opens, checks and perhaps writes some more.
-async fn reopen(folder: &Path, story: &mut Story, go_on: bool) -> Vec<String> {
+async fn reopen(folder: &Path, past: &mut Story, go_on: bool) -> Vec<String> {
     let store = match How::default().open(folder).await {
         Ok(store) => store,
         Err(error) => return vec![format!("it does not open: {error}")],
     };
-    let mut wrong = story.check(&store).await;
+    let mut wrong = past.check(&store).await;
     if go_on {
         let told = Arc::new(Mutex::new(Vec::new()));
         let also = Arc::clone(&told);
@@ -138,9 +139,9 @@ async fn reopen(folder: &Path, story: &mut Story, go_on: bool) -> Vec<String> {
             short_leases: false,
             failing: Failing::Wrong,
         };
-        workload.run(&store, &story.resume(), &notes).await;
+        workload.run(&store, &past.resume(), &notes).await;
         store.close().await;
-        told.lock().drain(..).for_each(|note| story.note(note));
+        told.lock().drain(..).for_each(|note| past.note(note));
         return wrong;
     }
     store.close().await;
@@ -162,14 +163,14 @@ async fn power_cuts(bug: Bug, images: usize) -> Tally {
         }
         let cut = fastrand::Rng::with_seed(seed).u64(1..=operations);
         let cut_short = timeout(PATIENCE, run(seed, bug, Some(cut))).await;
-        let Run { disk, story, seen } = cut_short.expect("a store without power does not hang");
+        let Run { disk, past, seen } = cut_short.expect("a store without power does not hang");
         assert!(disk.crashed());
         tally.cuts += 1;
-        tally.acknowledged += story.acknowledged();
+        tally.acknowledged += past.acknowledged();
         tally.seen += seen;
         for (number, image) in disk.images(seed, IMAGES_PER_CUT).enumerate() {
             tally.images += 1;
-            let judged = timeout(PATIENCE, judge(&image, story.clone(), number == 0)).await;
+            let judged = timeout(PATIENCE, judge(&image, &past, number == 0)).await;
             let wrong = judged.unwrap_or_else(|_| vec!["it hangs".to_owned()]);
             if !wrong.is_empty() {
                 tally.bad += 1;
