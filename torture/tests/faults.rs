@@ -17,11 +17,11 @@ use vedetta_db::CommitError;
 use vedetta_kv::{Delete, KvError, Put, Store};
 
 /// The run that faults are planted into: opening, a bit of everything, closing.
-fn workload() -> Workload {
+fn workload(seed: u64, writers: u64) -> Workload {
     Workload {
-        seed: bed::seed(),
+        seed,
         first_id: 1 << 24,
-        writers: 1,
+        writers,
         writes: 30,
         short_leases: false,
         failing: Failing::Endured,
@@ -43,18 +43,21 @@ struct Tally {
 /// One run with one fault.
 struct Run {
     fault: Option<Fault>,
+    workload: Workload,
     disk: Disk,
     past: Arc<Mutex<Story>>,
     notes: Notes,
     /// What was answered, except "done".
     answers: Arc<Mutex<Vec<Note>>>,
     wrong: Vec<String>,
+    /// What a power cut would have left before the store was closed, and what it had said by then.
+    cut: Vec<(Image, Story)>,
     failed_opens: usize,
     halted: bool,
 }
 
 impl Run {
-    fn new(fault: Option<Fault>) -> Self {
+    fn new(fault: Option<Fault>, workload: Workload) -> Self {
         let past = Arc::new(Mutex::new(Story::default()));
         let answers = Arc::new(Mutex::new(Vec::new()));
         let (told, also) = (Arc::clone(&past), Arc::clone(&answers));
@@ -64,14 +67,16 @@ impl Run {
             }
             told.lock().note(note);
         });
-        let disk = Disk::register("faults", bed::seed());
+        let disk = Disk::register("faults", workload.seed);
         Self {
             fault,
+            workload,
             disk,
             past,
             notes,
             answers,
             wrong: Vec::new(),
+            cut: Vec::new(),
             failed_opens: 0,
             halted: false,
         }
@@ -100,7 +105,10 @@ impl Run {
     async fn live(&mut self, folder: &Path) {
         let Some(store) = self.open(folder).await else { return };
         let resume = self.past.lock().resume();
-        workload().run(&store, &resume, &self.notes).await;
+        self.workload.run(&store, &resume, &self.notes).await;
+        let past = self.past.lock().clone(); // first: what is noted later need not be in the image
+        let images = self.disk.images(self.workload.seed, 2);
+        self.cut.extend(images.map(|image| (image, past.clone())));
         self.disk.heal();
         let store = self.recover(store, folder).await;
         store.close().await;
@@ -196,9 +204,10 @@ async fn check_image(image: &Image, past: Story) -> Vec<String> {
 }
 
 /// One run; returns how many operations it had.
-async fn run(planted: Option<(u64, Fault, Times)>, tally: &mut Tally) -> u64 {
+async fn run(planted: Option<(u64, Fault, Times)>, workload: Workload, tally: &mut Tally) -> u64 {
     let folder = memory_folder();
-    let mut run = Run::new(planted.map(|(_, fault, _)| fault));
+    let seed = workload.seed;
+    let mut run = Run::new(planted.map(|(_, fault, _)| fault), workload);
     if let Some((operation, fault, times)) = planted {
         run.disk.fail_at(operation, fault, times);
     }
@@ -208,10 +217,11 @@ async fn run(planted: Option<(u64, Fault, Times)>, tally: &mut Tally) -> u64 {
     run.check_answers();
     let past = run.past.lock().clone();
     let mut wrong = run.wrong;
-    // A power cut now, after all that, must not take anything either.
-    for image in run.disk.images(bed::seed(), 2) {
+    // A power cut after the fault, or after all, must not take anything either.
+    run.cut.extend(run.disk.images(seed, 2).map(|image| (image, past.clone())));
+    for (image, past) in run.cut {
         tally.images += 1;
-        let found = check_image(&image, past.clone()).await;
+        let found = check_image(&image, past).await;
         wrong.extend(found.into_iter().map(|line| format!("after a power cut ({image}): {line}")));
     }
     tally.runs += 1;
@@ -224,8 +234,7 @@ async fn run(planted: Option<(u64, Fault, Times)>, tally: &mut Tally) -> u64 {
     wrong.extend(check(folder.path(), past).await);
     assert!(
         wrong.is_empty(),
-        "TORTURE_SEED={}, {planted:?}: {} violations\n{}",
-        bed::seed(),
+        "TORTURE_SEED={seed}, {planted:?}: {} violations\n{}",
         wrong.len(),
         wrong.join("\n")
     );
@@ -235,13 +244,29 @@ async fn run(planted: Option<(u64, Fault, Times)>, tally: &mut Tally) -> u64 {
 /// Every N, until the run is over before the fault comes.
 async fn at_every_operation(fault: Fault, times: Times) {
     let mut tally = Tally::default();
-    tally.operations = run(None, &mut tally).await;
+    let workload = || workload(bed::seed(), 1);
+    tally.operations = run(None, workload(), &mut tally).await;
     assert_eq!(tally.failed + tally.failed_opens, 0, "nothing fails without a fault");
     for operation in 1..=tally.operations {
-        run(Some((operation, fault, times)), &mut tally).await;
+        run(Some((operation, fault, times)), workload(), &mut tally).await;
     }
     eprintln!("{fault:?} {times:?}: {tally:?}");
     assert!(tally.refused + tally.failed > 0, "{tally:?}");
+}
+
+/// With many writers a checkpoint is often under way when the fault comes.
+#[tokio::test]
+async fn a_fault_under_many_writers_is_told_and_nothing_acknowledged_is_lost() {
+    let mut tally = Tally::default();
+    tally.operations = run(None, workload(bed::seed(), 4), &mut tally).await;
+    for seed in bed::seed()..bed::seed() + bed::number("TORTURE_FAULTS", 200) {
+        let mut rng = fastrand::Rng::with_seed(seed);
+        let fault = if rng.u8(..4) == 0 { Fault::Full } else { Fault::Error };
+        let times = if rng.bool() { Times::Once } else { Times::ForGood };
+        let operation = rng.u64(1..=tally.operations);
+        run(Some((operation, fault, times)), workload(seed, 4), &mut tally).await;
+    }
+    eprintln!("{tally:?}");
 }
 
 #[tokio::test]
