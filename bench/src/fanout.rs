@@ -41,9 +41,10 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         let before = crate::figures::resident()?;
         let mut reading = JoinSet::new();
         for n in 0..watchers {
-            let range = match args.distinct {
-                true => KeyRange::One(format!("/bench/{n:08}").into()),
-                false => KeyRange::prefix("/bench/"),
+            let range = if args.distinct {
+                KeyRange::One(format!("/bench/{n:08}").into())
+            } else {
+                KeyRange::prefix("/bench/")
             };
             let mut watcher = store.watch(range, WatchOptions::default())?;
             let delivered = Arc::clone(&delivered);
@@ -89,7 +90,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
             "{watchers:>9} {:>10.0} {:>12.0} {:>11.0} ms {each:>12}",
             rate(args.writes, written),
             rate(delivered.load(Ordering::Relaxed), all),
-            (all - written).as_secs_f64() * 1e3,
+            all.saturating_sub(written).as_secs_f64() * 1e3,
         );
         store.close().await;
     }

@@ -1,3 +1,15 @@
-//! Crash, power-cut and fault tests of the store; never a dependency of the product.
+//! Breaks the store on purpose and looks for what it should not have lost. See `docs/torture.md`.
+//!
+//! ```text
+//!   workload ──► store on a disk that fails ──► what is left
+//!      │                                            │
+//!      └──► notes: tried, done, seen ──► story ◄────┘
+//!                                          │
+//!                                          └──► violations
+//! ```
 
+pub mod bed;
+pub mod note;
+pub mod story;
 pub mod vfs;
+pub mod workload;

@@ -33,10 +33,10 @@ mod record;
 #[expect(unsafe_code, reason = "SQLite calls a VFS through C pointers")]
 mod shim;
 
-use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::{fmt, fs};
 
 use parking_lot::Mutex;
 use rusqlite::ffi;
@@ -130,9 +130,14 @@ impl Disk {
         self.device().state.lock().limit = bytes;
     }
 
+    /// Lets a file that is not on this disk count for [`Disk::limit`] as if it were.
+    pub fn count_beside(&self, path: &Path) {
+        self.device().state.lock().beside = Some(path.to_owned());
+    }
+
     /// The size of all files together, as [`Disk::limit`] counts it.
     pub fn used(&self) -> u64 {
-        self.device().state.lock().record.used()
+        self.device().state.lock().used()
     }
 
     /// Makes the disk claim from now on that syncs succeed, without doing them.
@@ -176,6 +181,7 @@ struct State {
     crash_at: Option<u64>,
     armed: Option<Armed>,
     limit: Option<u64>,
+    beside: Option<PathBuf>,
     lying: bool,
     rng: fastrand::Rng,
 }
@@ -195,6 +201,7 @@ impl Device {
             crash_at: None,
             armed: None,
             limit: None,
+            beside: None,
             lying: false,
             rng: fastrand::Rng::with_seed(seed),
         };
@@ -314,9 +321,13 @@ impl State {
             }
         }
         let growth = self.record.growth(operation);
-        let full =
-            growth > 0 && self.limit.is_some_and(|limit| self.record.used() + growth > limit);
+        let full = growth > 0 && self.limit.is_some_and(|limit| self.used() + growth > limit);
         full.then_some(ffi::SQLITE_FULL)
+    }
+
+    fn used(&self) -> u64 {
+        let beside = self.beside.as_ref().and_then(|path| fs::metadata(path).ok());
+        self.record.used() + beside.map_or(0, |beside| beside.len())
     }
 }
 

@@ -13,6 +13,7 @@
 mod backup;
 mod failpoint;
 mod folder;
+mod log;
 mod open;
 mod readers;
 mod space;

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use rusqlite::config::DbConfig;
@@ -15,9 +16,10 @@ use rusqlite::{Connection, OpenFlags, OptionalExtension as _};
 use tokio::sync::{Semaphore, mpsc};
 
 use crate::folder::{parent, sync_folder};
+use crate::log;
 use crate::readers::{ReadError, Readers};
 use crate::space::Space;
-use crate::wal::WalKeeper;
+use crate::wal::{WalKeeper, start_over};
 use crate::writer::{CommitError, Message, Mirror, Purpose, Stop, Task, Tx, WriteError, Writer};
 
 /// "VEDT": tells our files from other SQLite files.
@@ -52,6 +54,10 @@ pub struct Torture {
     pub answer_early: bool,
     /// `synchronous=NORMAL`: commits without an fsync.
     pub skip_fsync: bool,
+    /// Pages between two checkpoints, so that a short run has some.
+    pub checkpoint_step: Option<i32>,
+    /// How soon a full disk is looked at again, so that a run with many full disks is short.
+    pub look_again: Option<Duration>,
 }
 
 impl Options {
@@ -75,7 +81,7 @@ impl Options {
         };
         // A refused or newer file must be left as it was, so closing never checkpoints by itself.
         connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true)?;
-        connection.busy_timeout(std::time::Duration::from_secs(5))?;
+        connection.busy_timeout(Duration::from_secs(5))?;
         Ok(connection)
     }
 
@@ -135,6 +141,13 @@ pub enum OpenError {
         #[source]
         source: io::Error,
     },
+    /// Committed writes are in the log, but cannot be read any more: restore a backup. Or delete the
+    /// log, whose name is the file's with `-wal`, and do without all that is in it.
+    #[error("the log of {} is damaged, and writes in it are lost; restore a backup; nothing was changed", file.display())]
+    DamagedLog {
+        /// The database.
+        file: PathBuf,
+    },
     /// The file cannot be read as a database: restore a backup.
     #[error("cannot use {} as a database", file.display())]
     Sql {
@@ -170,9 +183,13 @@ impl Db {
         let sql = |source| OpenError::Sql { file: options.file.clone(), source };
 
         create_private(&options.file).map_err(unreadable)?;
+        if log::is_damaged(&options.file).map_err(unreadable)? {
+            return Err(OpenError::DamagedLog { file: options.file.clone() });
+        }
         let mut connection = options.connect(OpenFlags::SQLITE_OPEN_READ_WRITE).map_err(sql)?;
         check_versions(options, &connection, schemas)?;
         prepare(&connection, options.synchronous()).map_err(sql)?;
+        start_over(&connection).map_err(sql)?;
         migrate(&connection, schemas).map_err(sql)?;
         let restored = has_table(&connection, "vedetta_backup").map_err(sql)?;
 
@@ -189,8 +206,13 @@ impl Db {
         let writer = Writer {
             inbox,
             batch_limit: options.batch,
-            space: Space::new(parent(&options.file).join("ballast"), options.ballast),
-            wal: WalKeeper::start(checkpoints).map_err(unreadable)?,
+            space: Space::new(
+                parent(&options.file).join("ballast"),
+                options.ballast,
+                options.torture.look_again,
+            ),
+            wal: WalKeeper::start(checkpoints, options.torture.checkpoint_step)
+                .map_err(unreadable)?,
             size: Arc::clone(&size),
             mirrors: Vec::new(),
             halted: false,
@@ -294,13 +316,16 @@ impl Db {
         self.inner.restored
     }
 
-    /// Writes what is queued, then stops the writer. Later writes answer [`CommitError::Closed`].
+    /// Writes what is queued, then stops the writer and lets go of the file. Later writes answer
+    /// [`CommitError::Closed`], later reads an error, too.
     ///
     /// Blocks until the writer has ended, so it wants a thread of one's own; a second call does nothing.
     pub fn close_blocking(&self) {
         if let Some(writer) = self.inner.writer.lock().take() {
             let _ = self.inner.queue.blocking_send(Message::Close);
             let _ = writer.join();
+            // SQLite forgets how far it had moved the log when nobody has it open: see `wal`.
+            self.inner.readers.close();
         }
     }
 }

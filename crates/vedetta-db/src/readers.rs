@@ -11,13 +11,14 @@ pub struct ReadError(#[from] rusqlite::Error);
 
 #[derive(Debug)]
 pub(crate) struct Readers {
-    idle: Mutex<Vec<Connection>>,
+    /// `None` once closed.
+    idle: Mutex<Option<Vec<Connection>>>,
     freed: Condvar,
 }
 
 impl Readers {
     pub(crate) fn new(connections: Vec<Connection>) -> Self {
-        Self { idle: Mutex::new(connections), freed: Condvar::new() }
+        Self { idle: Mutex::new(Some(connections)), freed: Condvar::new() }
     }
 
     pub(crate) fn read<T>(
@@ -27,7 +28,8 @@ impl Readers {
         let connection = {
             let mut idle = self.idle.lock();
             loop {
-                match idle.pop() {
+                let Some(connections) = idle.as_mut() else { return Err(closed().into()) };
+                match connections.pop() {
                     Some(connection) => break connection,
                     None => self.freed.wait(&mut idle),
                 }
@@ -38,6 +40,17 @@ impl Readers {
         let answer = lent.connection().unchecked_transaction().and_then(|tx| work(&tx));
         Ok(answer?)
     }
+
+    /// Closes the connections; those in use when their read ends.
+    pub(crate) fn close(&self) {
+        self.idle.lock().take();
+        self.freed.notify_all();
+    }
+}
+
+fn closed() -> rusqlite::Error {
+    let cause = rusqlite::ffi::Error::new(rusqlite::ffi::SQLITE_MISUSE);
+    rusqlite::Error::SqliteFailure(cause, Some("the database is closed".into()))
 }
 
 /// Gives the connection back even when the closure panics.
@@ -54,7 +67,9 @@ impl Lent<'_> {
 
 impl Drop for Lent<'_> {
     fn drop(&mut self) {
-        self.readers.idle.lock().extend(self.connection.take());
+        if let Some(idle) = self.readers.idle.lock().as_mut() {
+            idle.extend(self.connection.take());
+        }
         self.readers.freed.notify_one();
     }
 }

@@ -28,6 +28,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(100);
 pub(crate) struct Space {
     ballast: PathBuf,
     size: u64,
+    look_again: Duration,
     standing: Standing,
 }
 
@@ -38,8 +39,10 @@ enum Standing {
 }
 
 impl Space {
-    pub(crate) fn new(ballast: PathBuf, size: u64) -> Self {
-        let mut space = Self { ballast, size, standing: Standing::Ample };
+    /// A test may want a full disk to be looked at again sooner.
+    pub(crate) fn new(ballast: PathBuf, size: u64, look_again: Option<Duration>) -> Self {
+        let look_again = look_again.unwrap_or(LOOK_AGAIN);
+        let mut space = Self { ballast, size, look_again, standing: Standing::Ample };
         if let Err(e) = space.lay_ballast() {
             tracing::warn!(error = %e, "no room for the ballast file; the disk is almost full");
             space.standing = Standing::Full { looked: Instant::now() };
@@ -58,7 +61,7 @@ impl Space {
     /// Whether writes that take room may run. Looks at the disk again now and then while it is full.
     pub(crate) fn may_store(&mut self) -> bool {
         let Standing::Full { looked } = self.standing else { return true };
-        if looked.elapsed() < LOOK_AGAIN {
+        if looked.elapsed() < self.look_again {
             return false;
         }
         self.standing = Standing::Full { looked: Instant::now() };
@@ -111,7 +114,7 @@ mod tests {
     fn the_ballast_is_given_up_for_space_freeing_writes_and_laid_again_before_others() {
         let folder = tempfile::tempdir().unwrap();
         let ballast = folder.path().join("ballast");
-        let mut space = Space::new(ballast.clone(), 1 << 20);
+        let mut space = Space::new(ballast.clone(), 1 << 20, None);
         assert!(space.may_store() && ballast.exists());
 
         space.make_room();

@@ -3,13 +3,19 @@
 //! A thread of its own moves pages from the log to the file whenever the log has grown by a step. Under
 //! a steady load it never catches up entirely, so the log would not start over: past a limit the writer
 //! moves the little that is left, between two batches.
+//!
+//! When the fsync of a checkpoint fails, there is no second try. SQLite syncs the file only when all of the
+//! log was moved; pages moved before, in part of a checkpoint, are lost with that fsync and not moved
+//! again. The log still has them, so it stays as it is, and the next start moves it from its beginning.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
 use rusqlite::Connection;
+
+use crate::failpoint;
 
 /// Pages the log grows by between two checkpoints (4 MiB).
 const STEP: i32 = 1_000;
@@ -19,8 +25,12 @@ const LIMIT: i32 = 16_000;
 pub(crate) struct WalKeeper {
     nudge: SyncSender<()>,
     thread: JoinHandle<()>,
+    step: i32,
+    limit: i32,
     /// Pages in the log after the last commit.
     logged: Arc<AtomicI32>,
+    /// The fsync of a checkpoint failed.
+    broken: Arc<AtomicBool>,
     /// The log's length when a checkpoint was last asked for.
     asked: i32,
     /// The log's length when the writer last tried to finish one.
@@ -28,13 +38,16 @@ pub(crate) struct WalKeeper {
 }
 
 impl WalKeeper {
-    /// Starts the thread; `connection` is its own.
-    pub(crate) fn start(connection: Connection) -> std::io::Result<Self> {
+    /// Starts the thread; `connection` is its own. A test may ask for a shorter step.
+    pub(crate) fn start(connection: Connection, step: Option<i32>) -> std::io::Result<Self> {
         let (nudge, nudged) = sync_channel(1);
+        let broken = Arc::new(AtomicBool::new(false));
+        let also_broken = Arc::clone(&broken);
         let thread = std::thread::Builder::new()
             .name("vedetta-checkpoint".into())
-            .spawn(move || keep_short(&connection, &nudged))?;
-        Ok(Self { nudge, thread, logged: Arc::default(), asked: 0, tried: 0 })
+            .spawn(move || keep_short(&connection, &nudged, &also_broken))?;
+        let (step, limit) = step.map_or((STEP, LIMIT), |step| (step, step * (LIMIT / STEP)));
+        Ok(Self { nudge, thread, step, limit, logged: Arc::default(), broken, asked: 0, tried: 0 })
     }
 
     /// Makes the writer's connection report the log's length.
@@ -52,36 +65,70 @@ impl WalKeeper {
         if pages < self.asked {
             (self.asked, self.tried) = (0, 0); // the log started over
         }
-        if pages >= self.asked + STEP {
+        if pages >= self.asked + self.step {
             // Full means that one is already asked for.
             let _ = self.nudge.try_send(());
             self.asked = pages;
         }
-        if pages >= LIMIT.max(self.tried + STEP) {
-            checkpoint(connection);
+        if pages >= self.limit.max(self.tried + self.step) {
+            checkpoint(connection, "PASSIVE", &self.broken);
             self.tried = pages;
         }
     }
 
-    /// The last checkpoint, when nothing writes any more.
-    pub(crate) fn finish(self, connection: &Connection) {
+    /// Whether the fsync of a checkpoint failed: nothing may be written any more.
+    pub(crate) fn broken(&self) -> bool {
+        self.broken.load(Ordering::Acquire)
+    }
+
+    /// The last checkpoint, when nothing writes any more. It leaves an empty log: SQLite takes a damaged
+    /// one for the end of the log, and older pages in it would hide newer ones in the file.
+    /// A writer that has `halted` leaves the log as it is.
+    pub(crate) fn finish(self, connection: &Connection, halted: bool) {
         drop(self.nudge);
         let _ = self.thread.join();
-        checkpoint(connection);
+        if !halted {
+            checkpoint(connection, "TRUNCATE", &self.broken);
+        }
     }
 }
 
-fn keep_short(connection: &Connection, nudged: &Receiver<()>) {
+/// Moves all that an earlier run left in the log, before anything is added to it.
+///
+/// After a failed fsync the system shows what it has dropped as if it were on the disk, and so does
+/// SQLite. Commits after that in the same log would be lost with it in a power cut.
+pub(crate) fn start_over(connection: &Connection) -> rusqlite::Result<()> {
+    connection.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(()))
+}
+
+fn keep_short(connection: &Connection, nudged: &Receiver<()>, broken: &AtomicBool) {
     while nudged.recv().is_ok() {
-        checkpoint(connection);
+        checkpoint(connection, "PASSIVE", broken);
     }
 }
 
-/// Moves what it can without waiting for anybody. A failure is not lost data: the log still has it,
-/// and the next try writes the same pages again.
-fn checkpoint(connection: &Connection) {
-    let moved = connection.query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(()));
-    if let Err(error) = moved {
-        tracing::warn!(%error, "a checkpoint failed; the log keeps growing until one succeeds");
+/// Moves pages; a passive one moves what it can without waiting for anybody. A failure is not lost
+/// data: the log still has it.
+fn checkpoint(connection: &Connection, how: &str, broken: &AtomicBool) {
+    if broken.load(Ordering::Acquire) {
+        return;
     }
+    failpoint("db.checkpoint");
+    let sql = format!("PRAGMA wal_checkpoint({how})");
+    let moved = connection.query_row(&sql, [], |_| Ok(()));
+    failpoint("db.checkpointed");
+    if let Err(error) = moved {
+        if is_failed_fsync(&error) {
+            broken.store(true, Ordering::Release);
+            tracing::error!(%error, "the fsync of a checkpoint failed: writing stops");
+        } else {
+            tracing::warn!(%error, "a checkpoint failed; the log keeps growing until one succeeds");
+        }
+    }
+}
+
+/// After which nothing can be trusted to reach the disk.
+pub(crate) fn is_failed_fsync(error: &rusqlite::Error) -> bool {
+    let failed = [rusqlite::ffi::SQLITE_IOERR_FSYNC, rusqlite::ffi::SQLITE_IOERR_DIR_FSYNC];
+    matches!(error, rusqlite::Error::SqliteFailure(cause, _) if failed.contains(&cause.extended_code))
 }

@@ -14,7 +14,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use crate::failpoint;
 use crate::space::Space;
-use crate::wal::WalKeeper;
+use crate::wal::{WalKeeper, is_failed_fsync};
 
 /// Commits after which the file's size is looked at again, under load.
 const MEASURE_EVERY: u32 = 16;
@@ -262,7 +262,7 @@ impl Writer {
             }
             self.write(connection, &mut statements, std::mem::take(&mut batch));
         }
-        self.wal.finish(connection);
+        self.wal.finish(connection, self.halted);
         Ok(())
     }
 
@@ -314,7 +314,7 @@ impl Writer {
         let refuse = |batch: Vec<Box<dyn Unit>>, why: &CommitError| {
             batch.into_iter().for_each(|unit| unit.answer(Err(why.clone())));
         };
-        if self.halted {
+        if self.halted || self.wal.broken() {
             refuse(batch, &CommitError::Halted);
             return Vec::new();
         }
@@ -426,14 +426,7 @@ impl Writer {
             self.space.ran_out();
             return CommitError::Full;
         }
-        if let rusqlite::Error::SqliteFailure(cause, _) = &error
-            && matches!(
-                cause.extended_code,
-                rusqlite::ffi::SQLITE_IOERR_FSYNC | rusqlite::ffi::SQLITE_IOERR_DIR_FSYNC
-            )
-        {
-            self.halted = true;
-        }
+        self.halted = self.halted || is_failed_fsync(&error);
         tracing::error!(%error, halted = self.halted, "a write to the database failed");
         CommitError::Failed(Arc::new(error))
     }

@@ -97,13 +97,13 @@ impl Leases {
         state.deadlines.push(Reverse((deadline, id)));
     }
 
-    /// For loading.
-    pub(crate) fn load_key(&self, key: &KeyValue) {
-        if let Some(id) = key.lease()
-            && let Some(lease) = self.state.lock().live.get_mut(&id)
-        {
-            lease.keys.insert(Bytes::copy_from_slice(key.key()));
-        }
+    /// For loading. `false` when the key's lease is not there.
+    pub(crate) fn load_key(&self, key: &KeyValue) -> bool {
+        let Some(id) = key.lease() else { return true };
+        let mut state = self.state.lock();
+        let Some(lease) = state.live.get_mut(&id) else { return false };
+        lease.keys.insert(Bytes::copy_from_slice(key.key()));
+        true
     }
 
     /// Makes a durable batch visible.

@@ -1,9 +1,10 @@
 //! From the file into memory, checking every row on the way.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock};
-use rusqlite::{Connection, OptionalExtension as _};
+use rusqlite::Connection;
 use vedetta_core::Revision;
 use vedetta_db::{Db, Purpose, Stop, WriteError, rusqlite};
 
@@ -18,6 +19,9 @@ use crate::watch::Hub;
 /// How far a restored store jumps ahead, so that whoever saw the time after the backup notices.
 const RESTORE_JUMP: u64 = 1_000_000;
 
+/// Names the checksum in the table `meta`.
+const CHECK: &str = "checksum";
+
 /// The store's numbers in the table `meta`.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Meta {
@@ -31,34 +35,76 @@ pub(crate) struct Meta {
     /// The last revision before a restored store jumped, and where it landed.
     jump_from: Revision,
     jump_to: Revision,
+    /// The store had come this far when it was last closed.
+    closed_at: Revision,
     age_ms: i64,
 }
 
 impl Meta {
     pub(crate) fn read(connection: &Connection) -> rusqlite::Result<Self> {
-        let get = |name: &str| -> rusqlite::Result<Option<i64>> {
-            let sql = "SELECT value FROM meta WHERE name = ?1";
-            connection.prepare_cached(sql)?.query_row([name], |row| row.get(0)).optional()
-        };
-        let revision = |name, default| {
-            get(name).map(|value| value.map_or(default, |v| Revision(v.cast_unsigned())))
-        };
+        let numbers = Numbers::read(connection)?;
+        if !numbers.sound() {
+            return Err(corrupt("the store's own numbers are damaged; restore a backup"));
+        }
+        let get = |name: &str| numbers.0.get(name).copied();
+        let revision =
+            |name, default| get(name).map_or(default, |value| Revision(value.cast_unsigned()));
         Ok(Self {
-            compacted: revision("compacted", Revision(0))?,
-            swept: revision("swept", Revision::FRESH)?,
-            rows: get("rows")?.unwrap_or(0).cast_unsigned(),
-            sum: u32::try_from(get("sum")?.unwrap_or(0)).unwrap_or(0),
-            jump_from: revision("jump_from", Revision(0))?,
-            jump_to: revision("jump_to", Revision(0))?,
-            age_ms: get("age_ms")?.unwrap_or(0),
+            compacted: revision("compacted", Revision(0)),
+            swept: revision("swept", Revision::FRESH),
+            rows: get("rows").unwrap_or(0).cast_unsigned(),
+            sum: u32::try_from(get("sum").unwrap_or(0)).unwrap_or(0),
+            jump_from: revision("jump_from", Revision(0)),
+            jump_to: revision("jump_to", Revision(0)),
+            closed_at: revision("closed_at", Revision(0)),
+            age_ms: get("age_ms").unwrap_or(0),
         })
+    }
+}
+
+/// The rows of the table `meta`; one of them is the checksum of the others.
+struct Numbers(BTreeMap<String, i64>);
+
+impl Numbers {
+    fn read(connection: &Connection) -> rusqlite::Result<Self> {
+        let mut select = connection.prepare_cached("SELECT name, value FROM meta")?;
+        let rows = select.query_map([], |row| Ok((row.get(0)?, row.get(1)?)))?;
+        rows.collect::<rusqlite::Result<_>>().map(Self)
+    }
+
+    fn sound(&self) -> bool {
+        self.0.is_empty() || self.0.get(CHECK) == Some(&self.checksum())
+    }
+
+    fn checksum(&self) -> i64 {
+        let mut crc = crc32fast::Hasher::new();
+        for (name, value) in self.0.iter().filter(|(name, _)| *name != CHECK) {
+            crc.update(name.as_bytes());
+            crc.update(&value.to_le_bytes());
+        }
+        i64::from(crc.finalize())
     }
 }
 
 pub(crate) fn set_meta(connection: &Connection, name: &str, value: i64) -> rusqlite::Result<()> {
     let sql = "INSERT INTO meta (name, value) VALUES (?1, ?2)
                ON CONFLICT (name) DO UPDATE SET value = excluded.value";
-    connection.prepare_cached(sql)?.execute((name, value)).map(drop)
+    let mut set = connection.prepare_cached(sql)?;
+    set.execute((name, value))?;
+    let checksum = Numbers::read(connection)?.checksum();
+    set.execute((CHECK, checksum)).map(drop)
+}
+
+/// The checksum of a lease's row, to which 1 is added when it is renewed.
+pub(crate) fn lease_checksum(id: i64, ttl_ms: i64, deadline_ms: i64) -> i64 {
+    let mut crc = crc32fast::Hasher::new();
+    [id, ttl_ms, deadline_ms].iter().for_each(|number| crc.update(&number.to_le_bytes()));
+    i64::from(crc.finalize())
+}
+
+fn corrupt(what: &str) -> rusqlite::Error {
+    let cause = rusqlite::ffi::Error::new(rusqlite::ffi::SQLITE_CORRUPT);
+    rusqlite::Error::SqliteFailure(cause, Some(what.into()))
 }
 
 /// Builds the state in memory.
@@ -116,8 +162,8 @@ pub(crate) fn load_index(connection: &Connection, meta: Meta) -> Result<Index, U
     Ok(index)
 }
 
-/// Notices rows that are gone: above the swept part every revision has one; in it their number and
-/// checksums are known.
+/// Notices rows that are gone: above the swept part every revision has one, up to where the store was
+/// when it was closed at least; in it their number and checksums are known.
 struct Check {
     meta: Meta,
     expected: Revision,
@@ -157,25 +203,35 @@ impl Check {
             return Err(OpenError::Miscounted);
         }
         self.jump();
+        if self.expected <= self.meta.closed_at {
+            return Err(OpenError::Gap(self.expected));
+        }
         Ok(Revision(self.expected.0 - 1))
     }
 }
 
 fn load_leases(connection: &Connection, index: &Index, age_ms: i64) -> rusqlite::Result<Leases> {
     let leases = Leases::default();
-    let mut select = connection.prepare("SELECT id, ttl_ms, deadline_ms, renewed FROM lease")?;
+    let sql = "SELECT id, ttl_ms, deadline_ms, renewed, checksum FROM lease";
+    let mut select = connection.prepare(sql)?;
     let mut rows = select.query([])?;
     while let Some(row) = rows.next()? {
-        let (id, ttl_ms, deadline_ms, renewed): (i64, i64, i64, bool) =
-            (row.get(0)?, row.get(1)?, row.get(2)?, row.get(3)?);
+        let (id, ttl_ms, deadline_ms, renewed, checksum): (i64, i64, i64, i64, i64) =
+            (row.get(0)?, row.get(1)?, row.get(2)?, row.get(3)?, row.get(4)?);
+        if checksum != lease_checksum(id, ttl_ms, deadline_ms) + renewed {
+            return Err(corrupt("the row of a lease is damaged; restore a backup"));
+        }
         let Some(id) = LeaseId::new(id) else { continue };
+        let renewed = renewed != 0;
         // Of a renewed lease we know only that its holder lived: it gets its whole time again.
         let left_ms = if renewed { ttl_ms } else { deadline_ms.saturating_sub(age_ms).max(0) };
         let ms = |ms: i64| Duration::from_millis(ms.unsigned_abs());
         leases.load(id, ms(ttl_ms), ms(left_ms), renewed);
     }
-    if !leases.is_empty() {
-        index.live().for_each(|key| leases.load_key(key));
+    for key in index.live() {
+        if !leases.load_key(key) {
+            return Err(corrupt("the row of a lease is missing; restore a backup"));
+        }
     }
     Ok(leases)
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock};
 use vedetta_core::{KeyRange, Revision};
-use vedetta_db::{CommitError, Db, Mirror, Purpose, Schema, Stop, WriteError, rusqlite};
+use vedetta_db::{CommitError, Db, Mirror, Purpose, Schema, Stop, WriteError, failpoint, rusqlite};
 
 use crate::compact::{Keep, Sweeper};
 use crate::engine::{self, Engine};
@@ -24,9 +24,10 @@ pub const SCHEMA: Schema = Schema {
     component: "kv",
     steps: &["CREATE TABLE event (revision INTEGER PRIMARY KEY, body BLOB NOT NULL) STRICT;
          CREATE TABLE lease (id INTEGER PRIMARY KEY, ttl_ms INTEGER NOT NULL,
-                             deadline_ms INTEGER NOT NULL, renewed INTEGER NOT NULL) STRICT;
+                             deadline_ms INTEGER NOT NULL, renewed INTEGER NOT NULL,
+                             checksum INTEGER NOT NULL) STRICT;
          CREATE TABLE mark (at_ms INTEGER PRIMARY KEY, revision INTEGER NOT NULL) STRICT;
-         CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT;"],
+         CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT, WITHOUT ROWID;"],
 };
 
 /// Keys a reader looks at before it lets the lock go for a moment.
@@ -190,12 +191,15 @@ impl Store {
         for thread in self.threads.0.lock().drain(..) {
             let _ = thread.join();
         }
-        if !self.shared.leases.is_empty() {
-            let age = self.shared.age.now_ms();
-            let noted = self.db.write_blocking(Purpose::Reclaim, move |c| note_age(c, age));
-            if let Err(error) = noted {
-                tracing::warn!(%error, "could not note the store's age; leases will live longer");
-            }
+        let shared = Arc::clone(&self.shared);
+        let noted = self.db.write_blocking(Purpose::Reclaim, move |connection| {
+            // So that rows missing at the end are noticed.
+            let revision = shared.pending.lock().revision;
+            load::set_meta(connection, "closed_at", revision.0.cast_signed())?;
+            note_age(connection, shared.age.now_ms())
+        });
+        if let Err(error) = noted {
+            tracing::warn!(%error, "could not note how old the store is; leases will live longer");
         }
         self.db.close_blocking();
     }
@@ -292,6 +296,7 @@ impl Store {
             }
             load::set_meta(engine.tx, "compacted", revision.0.cast_signed())?;
             engine.pending.compacted = revision;
+            failpoint("kv.compact");
             Ok(())
         };
         self.reclaim(mark).await?;
@@ -324,8 +329,11 @@ impl Store {
             };
             let ttl_ms = i64::try_from(ttl.as_millis()).unwrap_or(i64::MAX);
             let deadline = shared.age.now_ms().saturating_add(ttl_ms);
-            let sql = "INSERT INTO lease (id, ttl_ms, deadline_ms, renewed) VALUES (?1, ?2, ?3, 0)";
-            engine.tx.prepare_cached(sql)?.execute((id.get(), ttl_ms, deadline))?;
+            let sql = "INSERT INTO lease (id, ttl_ms, deadline_ms, renewed, checksum)
+                       VALUES (?1, ?2, ?3, 0, ?4)";
+            let checksum = load::lease_checksum(id.get(), ttl_ms, deadline);
+            let mut insert = engine.tx.prepare_cached(sql)?;
+            insert.execute((id.get(), ttl_ms, deadline, checksum))?;
             engine.pending.leases.push(LeaseChange::Granted { id, ttl });
             Ok(id)
         };
@@ -343,7 +351,8 @@ impl Store {
             if !engine.has_lease(id) {
                 return Err(Stop::Refused(KvError::LeaseNotFound(id)));
             }
-            let sql = "UPDATE lease SET renewed = 1 WHERE id = ?1";
+            let sql = "UPDATE lease SET renewed = 1, checksum = checksum + 1
+                       WHERE id = ?1 AND renewed = 0";
             engine.tx.prepare_cached(sql)?.execute([id.get()])?;
             engine.pending.leases.push(LeaseChange::Renewed { id });
             Ok(())
@@ -553,6 +562,7 @@ fn end_leases(shared: &Arc<Shared>, db: &Db, due: &[LeaseId]) {
             if engine.has_lease(id) && leases.is_due(id) && !engine.pending.extends(id) {
                 engine.end_lease(id, Cause::Expired)?;
                 engine.seal();
+                failpoint("kv.expired");
             }
         }
         Ok::<_, Stop<KvError>>(())

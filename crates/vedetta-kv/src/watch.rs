@@ -519,20 +519,25 @@ fn read_history(
     let bounds = (from.0.cast_signed(), published.0.cast_signed(), HISTORY_ROWS);
     let mut rows = select.query(bounds)?;
     let mut events = Vec::new();
-    let (mut last, mut bytes) = (from, 0);
+    let (mut last, mut bytes) = (None, 0);
     while let Some(row) = rows.next()? {
         if bytes > BATCH_BYTES {
             break;
         }
-        last = Revision(row.get::<_, i64>(0)?.cast_unsigned());
+        let revision = Revision(row.get::<_, i64>(0)?.cast_unsigned());
+        check_next(shared, from, last, revision)?;
+        last = Some(revision);
         let body = row.get_ref(1)?.as_blob().map_err(rusqlite::Error::from)?;
         bytes += body.len();
-        codec::decode(last, body, |event| {
+        codec::decode(revision, body, |event| {
             if range.contains(event.key()) {
                 events.push(event);
             }
         })
         .map_err(FetchError::Damaged)?;
+    }
+    if last.is_none() {
+        check_next(shared, from, last, from.next())?;
     }
     if previous {
         for event in &mut events {
@@ -540,13 +545,32 @@ fn read_history(
             if let Some(Found::InRow(key, revision)) = before {
                 match fetch(connection, &key, revision) {
                     Ok(before) => event.previous = Some(before),
-                    Err(FetchError::Missing(_)) => {} // compacted
+                    Err(FetchError::Missing(_))
+                        if event.revision <= shared.index.read().compacted => {}
                     Err(other) => return Err(other),
                 }
             }
         }
     }
-    Ok(Block::new(last, events))
+    Ok(Block::new(last.unwrap_or(from), events))
+}
+
+/// Every revision has a row. Only the one a watch starts at may have none: the first of all, and the
+/// one a restored store jumped to.
+fn check_next(
+    shared: &Shared,
+    from: Revision,
+    last: Option<Revision>,
+    revision: Revision,
+) -> Result<(), FetchError> {
+    let expected = last.map_or(from, Revision::next);
+    let may_be_missing = last.is_none()
+        && revision == expected.max(Revision::FRESH).next()
+        && from <= shared.index.read().compacted.max(Revision::FRESH);
+    if revision == expected || may_be_missing {
+        return Ok(());
+    }
+    Err(FetchError::Missing(expected))
 }
 
 /// Some events for one watcher. They are shared with other watchers, not copied.

@@ -1,0 +1,343 @@
+//! Faults: the disk fails or is full at operation N, once or for good, for every N of a short run.
+//! The store says so, never lies, never hangs, and goes on when it can.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::time::{Instant, sleep, timeout};
+use torture::bed::{self, How, memory_folder};
+use torture::note::{Note, What, value};
+use torture::story::{PATIENCE, Story};
+use torture::vfs::{Disk, Fault, Image, Times};
+use torture::workload::{Failing, Notes, Workload};
+use vedetta_core::{KeyRange, Revision};
+use vedetta_db::CommitError;
+use vedetta_kv::{Delete, KvError, Put, Store};
+
+/// The run that faults are planted into: opening, a bit of everything, closing.
+fn workload(seed: u64, writers: u64) -> Workload {
+    Workload {
+        seed,
+        first_id: 1 << 24,
+        writers,
+        writes: 30,
+        short_leases: false,
+        failing: Failing::Endured,
+    }
+}
+
+#[derive(Default, Debug)]
+struct Tally {
+    runs: u64,
+    operations: u64,
+    acknowledged: usize,
+    refused: usize,
+    failed: usize,
+    failed_opens: usize,
+    halted: usize,
+    images: usize,
+}
+
+/// One run with one fault.
+struct Run {
+    fault: Option<Fault>,
+    workload: Workload,
+    disk: Disk,
+    past: Arc<Mutex<Story>>,
+    notes: Notes,
+    /// What was answered, except "done".
+    answers: Arc<Mutex<Vec<Note>>>,
+    wrong: Vec<String>,
+    /// What a power cut would have left before the store was closed, and what it had said by then.
+    cut: Vec<(Image, Story)>,
+    failed_opens: usize,
+    halted: bool,
+}
+
+impl Run {
+    fn new(fault: Option<Fault>, workload: Workload) -> Self {
+        let past = Arc::new(Mutex::new(Story::default()));
+        let answers = Arc::new(Mutex::new(Vec::new()));
+        let (told, also) = (Arc::clone(&past), Arc::clone(&answers));
+        let notes: Notes = Arc::new(move |note: Note| {
+            if matches!(note, Note::Refused { .. } | Note::Failed { .. }) {
+                also.lock().push(note.clone());
+            }
+            told.lock().note(note);
+        });
+        let disk = Disk::register("faults", workload.seed);
+        Self {
+            fault,
+            workload,
+            disk,
+            past,
+            notes,
+            answers,
+            wrong: Vec::new(),
+            cut: Vec::new(),
+            failed_opens: 0,
+            halted: false,
+        }
+    }
+
+    /// Opening may fail, with a reason; once the disk is healed it may not.
+    async fn open(&mut self, folder: &Path) -> Option<Store> {
+        for healed in [false, true] {
+            match How::on(&self.disk).open(folder).await {
+                Ok(store) => return Some(store),
+                Err(error) => {
+                    self.failed_opens += 1;
+                    if error.to_string().is_empty() {
+                        self.wrong.push("opening failed without a reason".to_owned());
+                    }
+                    if healed {
+                        self.wrong.push(format!("a healed disk does not open: {error}"));
+                    }
+                }
+            }
+            self.disk.heal();
+        }
+        None
+    }
+
+    async fn live(&mut self, folder: &Path) {
+        let Some(store) = self.open(folder).await else { return };
+        let resume = self.past.lock().resume();
+        self.workload.run(&store, &resume, &self.notes).await;
+        let past = self.past.lock().clone(); // first: what is noted later need not be in the image
+        let images = self.disk.images(self.workload.seed, 2);
+        self.cut.extend(images.map(|image| (image, past.clone())));
+        self.disk.heal();
+        let store = self.recover(store, folder).await;
+        store.close().await;
+    }
+
+    /// A healed disk: the store must take writes again; after a failed fsync, when it is reopened.
+    async fn recover(&mut self, store: Store, folder: &Path) -> Store {
+        let mut store = store;
+        let mut id = 2 << 24;
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            id += 1;
+            let puts = vec!["k/00".to_owned()];
+            (self.notes)(Note::Tried { id, what: What::Write { puts, deletes: vec![], lease: 0 } });
+            match store.put(Put::new("k/00", value(id))).await {
+                Ok(done) => {
+                    (self.notes)(Note::Done { id, revision: done.revision.0 });
+                    return store;
+                }
+                Err(error @ KvError::Lost(CommitError::Full)) if Instant::now() < deadline => {
+                    (self.notes)(Note::Refused { id, why: error.to_string() });
+                    sleep(Duration::from_millis(1)).await; // the store looks at the disk now and then
+                }
+                Err(error @ KvError::Lost(CommitError::Halted))
+                    if self.fault == Some(Fault::Error) && !self.halted =>
+                {
+                    (self.notes)(Note::Refused { id, why: error.to_string() });
+                    self.halted = true;
+                    store.close().await;
+                    match How::on(&self.disk).open(folder).await {
+                        Ok(again) => store = again,
+                        Err(error) => {
+                            self.wrong.push(format!("it does not open again: {error}"));
+                            return store;
+                        }
+                    }
+                }
+                Err(error) => {
+                    self.wrong.push(format!(
+                        "a healed disk does not take writes: {}",
+                        bed::explain(&error)
+                    ));
+                    return store;
+                }
+            }
+        }
+    }
+
+    /// What was answered fits the fault.
+    fn check_answers(&mut self) {
+        for answer in &*self.answers.lock() {
+            let clear = match (self.fault, answer) {
+                (_, Note::Refused { why, .. }) if !is_about_the_disk(why) => true,
+                (Some(Fault::Full), Note::Refused { why, .. }) => why == "the disk is full",
+                (Some(Fault::Error), Note::Refused { why, .. }) => why.contains("an fsync failed"),
+                (Some(Fault::Error), Note::Failed { why, .. }) => {
+                    why.starts_with("the database failed while writing: ")
+                }
+                _ => false,
+            };
+            if !clear {
+                self.wrong.push(format!("not the answer to {:?}: {answer}", self.fault));
+            }
+        }
+    }
+}
+
+/// Other refusals have to do with what was there when it was asked for.
+fn is_about_the_disk(why: &str) -> bool {
+    ["disk", "fsync", "database", "history", "closed", "panicked"]
+        .iter()
+        .any(|word| why.contains(word))
+}
+
+async fn check(folder: &Path, mut past: Story) -> Vec<String> {
+    let store = match How::default().open(folder).await {
+        Ok(store) => store,
+        Err(error) => return vec![format!("it does not open: {error}")],
+    };
+    let mut wrong = past.check(&store).await;
+    store.close().await;
+    match vedetta_db::damage(&folder.join(bed::FILE)) {
+        Ok(damage) => wrong.extend(damage),
+        Err(error) => wrong.push(error.to_string()),
+    }
+    wrong
+}
+
+async fn check_image(image: &Image, past: Story) -> Vec<String> {
+    let folder = memory_folder();
+    image.write_to(folder.path()).expect("an image can be written");
+    check(folder.path(), past).await
+}
+
+/// One run; returns how many operations it had.
+async fn run(planted: Option<(u64, Fault, Times)>, workload: Workload, tally: &mut Tally) -> u64 {
+    let folder = memory_folder();
+    let seed = workload.seed;
+    let mut run = Run::new(planted.map(|(_, fault, _)| fault), workload);
+    if let Some((operation, fault, times)) = planted {
+        run.disk.fail_at(operation, fault, times);
+    }
+    if timeout(PATIENCE, run.live(folder.path())).await.is_err() {
+        run.wrong.push("it hangs".to_owned());
+    }
+    run.check_answers();
+    let past = run.past.lock().clone();
+    let mut wrong = run.wrong;
+    // A power cut after the fault, or after all, must not take anything either.
+    run.cut.extend(run.disk.images(seed, 2).map(|image| (image, past.clone())));
+    for (image, past) in run.cut {
+        tally.images += 1;
+        let found = check_image(&image, past).await;
+        wrong.extend(found.into_iter().map(|line| format!("after a power cut ({image}): {line}")));
+    }
+    tally.runs += 1;
+    tally.acknowledged += past.acknowledged();
+    let failed = |note: &&Note| matches!(note, Note::Failed { .. });
+    tally.failed += run.answers.lock().iter().filter(failed).count();
+    tally.refused += run.answers.lock().iter().filter(|note| !failed(note)).count();
+    tally.failed_opens += run.failed_opens;
+    tally.halted += usize::from(run.halted);
+    wrong.extend(check(folder.path(), past).await);
+    assert!(
+        wrong.is_empty(),
+        "TORTURE_SEED={seed}, {planted:?}: {} violations\n{}",
+        wrong.len(),
+        wrong.join("\n")
+    );
+    run.disk.operations()
+}
+
+/// Every N, until the run is over before the fault comes.
+async fn at_every_operation(fault: Fault, times: Times) {
+    let mut tally = Tally::default();
+    let workload = || workload(bed::seed(), 1);
+    tally.operations = run(None, workload(), &mut tally).await;
+    assert_eq!(tally.failed + tally.failed_opens, 0, "nothing fails without a fault");
+    for operation in 1..=tally.operations {
+        run(Some((operation, fault, times)), workload(), &mut tally).await;
+    }
+    eprintln!("{fault:?} {times:?}: {tally:?}");
+    assert!(tally.refused + tally.failed > 0, "{tally:?}");
+}
+
+/// With many writers a checkpoint is often under way when the fault comes.
+#[tokio::test]
+async fn a_fault_under_many_writers_is_told_and_nothing_acknowledged_is_lost() {
+    let mut tally = Tally::default();
+    tally.operations = run(None, workload(bed::seed(), 4), &mut tally).await;
+    for seed in bed::seed()..bed::seed() + bed::number("TORTURE_FAULTS", 200) {
+        let mut rng = fastrand::Rng::with_seed(seed);
+        let fault = if rng.u8(..4) == 0 { Fault::Full } else { Fault::Error };
+        let times = if rng.bool() { Times::Once } else { Times::ForGood };
+        let operation = rng.u64(1..=tally.operations);
+        run(Some((operation, fault, times)), workload(seed, 4), &mut tally).await;
+    }
+    eprintln!("{tally:?}");
+}
+
+#[tokio::test]
+async fn an_io_error_anywhere_is_told_and_nothing_acknowledged_is_lost() {
+    at_every_operation(Fault::Error, Times::Once).await;
+}
+
+#[tokio::test]
+async fn a_lasting_io_error_from_anywhere_on_is_told_and_nothing_acknowledged_is_lost() {
+    at_every_operation(Fault::Error, Times::ForGood).await;
+}
+
+#[tokio::test]
+async fn a_full_disk_anywhere_refuses_and_the_store_goes_on_without_a_restart() {
+    at_every_operation(Fault::Full, Times::Once).await;
+}
+
+#[tokio::test]
+async fn a_disk_full_from_anywhere_on_refuses_and_the_store_goes_on_when_space_returns() {
+    at_every_operation(Fault::Full, Times::ForGood).await;
+}
+
+/// Puts `k/N` for N from `first` on, until one is refused; returns the first number not put.
+async fn fill(store: &Store, first: u32) -> u32 {
+    for number in first.. {
+        match store.put(Put::new(format!("k/{number:05}"), vec![7; 4_000])).await {
+            Ok(_) => {}
+            Err(KvError::Lost(CommitError::Full)) => return number,
+            Err(error) => panic!("{}", bed::explain(&error)),
+        }
+    }
+    unreachable!("a disk with a limit fills up")
+}
+
+#[tokio::test]
+async fn on_a_full_disk_deletes_and_compaction_run_on_the_ballast_and_puts_when_space_returns() {
+    const BALLAST: u64 = 1 << 20;
+    let folder = memory_folder();
+    let ballast = folder.path().join("ballast");
+    let disk = Disk::register("full", bed::seed());
+    disk.count_beside(&ballast);
+    disk.limit(Some(4 << 20));
+    let how = How { ballast: BALLAST, ..How::on(&disk) };
+    let store = how.open(folder.path()).await.unwrap();
+
+    let stored = fill(&store, 0).await;
+    assert!(stored > 100, "only {stored} were stored");
+    let full_at = store.status().revision;
+
+    let deleted = store
+        .delete(Delete { range: KeyRange::prefix("k/000"), previous: false })
+        .await
+        .expect("a delete runs on a full disk");
+    assert_eq!(deleted.count, 100);
+    assert!(!ballast.exists(), "it was given up for the delete");
+    store.compact(full_at.next(), true).await.expect("compaction runs on a full disk");
+    assert_eq!(store.status().compacted, Revision(full_at.0 + 1));
+
+    disk.limit(None);
+    let deadline = Instant::now() + PATIENCE;
+    while let Err(error) = store.put(Put::new("after", "it")).await {
+        assert!(matches!(error, KvError::Lost(CommitError::Full)), "{error}");
+        assert!(Instant::now() < deadline, "space has returned, and still: {error}");
+        sleep(Duration::from_millis(1)).await;
+    }
+    assert_eq!(std::fs::metadata(&ballast).unwrap().len(), BALLAST, "whole again");
+    store.close().await;
+
+    let store = How::default().open(folder.path()).await.unwrap();
+    let kept = store.range(vedetta_kv::Range::new(KeyRange::prefix("k/"))).await.unwrap();
+    assert_eq!(kept.count, stored as usize - 100);
+    store.close().await;
+    assert_eq!(vedetta_db::damage(&folder.path().join(bed::FILE)).unwrap(), [""; 0]);
+}

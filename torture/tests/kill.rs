@@ -1,0 +1,154 @@
+//! Kill loop: a process with a store under load dies by SIGKILL, again and again, and nothing it had
+//! promised is missing afterwards.
+//!
+//! `TORTURE_CYCLES` for more cycles, `TORTURE_SEED` for others.
+
+use std::io::{BufRead as _, BufReader};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use torture::bed::{self, How};
+use torture::note::Note;
+use torture::story::Story;
+use vedetta_db::DataFolder;
+
+/// Cycles on one folder, before another is begun.
+const CYCLES_PER_FOLDER: u64 = 20;
+
+/// Where a child may die by itself, and how many passings there are to choose from.
+const FAILPOINTS: [(&str, u64); 11] = [
+    ("db.unit", 150),
+    ("db.before_commit", 60),
+    ("db.committed", 60),
+    ("db.published", 60),
+    ("db.checkpoint", 8),
+    ("db.checkpointed", 8),
+    ("db.migration", 1),
+    ("kv.sweep", 5),
+    ("kv.compact", 4),
+    ("kv.expired", 4),
+    ("db.published", 5),
+];
+
+#[derive(Default, Debug)]
+struct Tally {
+    cycles: u64,
+    acknowledged: usize,
+    seen: usize,
+    at_failpoints: u64,
+    compacted: usize,
+}
+
+/// How a child is to end.
+#[derive(Debug)]
+struct End {
+    failpoint: Option<(&'static str, u64)>,
+    /// After so many notes its parent kills it.
+    notes: u64,
+    /// And after this much more, so that the moment has nothing to do with the notes.
+    delay: Duration,
+}
+
+impl End {
+    fn choose(rng: &mut fastrand::Rng) -> Self {
+        let failpoint = rng.bool().then(|| {
+            let (name, passings) = FAILPOINTS[rng.usize(..FAILPOINTS.len())];
+            (name, rng.u64(1..=passings))
+        });
+        let notes = if failpoint.is_some() { 900 } else { rng.u64(..600) };
+        Self { failpoint, notes, delay: Duration::from_micros(rng.u64(..4_000)) }
+    }
+}
+
+/// Runs a child until its end and lets the story take in what it said.
+fn run_child(folder: &Path, seed: u64, cycle: u64, end: &End, past: &mut Story) -> Tally {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kill-child"));
+    command.arg(folder).arg(seed.to_string()).arg(((cycle + 1) << 24).to_string());
+    command.args(past.resume().iter().map(u64::to_string));
+    if let Some((name, passing)) = end.failpoint {
+        command.env("VEDETTA_FAILPOINT", format!("{name}:{passing}"));
+    }
+    let mut child = command.stdout(Stdio::piped()).spawn().expect("the child starts");
+    let mut lines = BufReader::new(child.stdout.take().expect("it is piped"));
+    let (mut tally, mut notes, mut killed) = (Tally::default(), 0, false);
+    let mut line = String::new();
+    loop {
+        if notes >= end.notes && !killed {
+            std::thread::sleep(end.delay);
+            child.kill().expect("the child is ours");
+            killed = true;
+        }
+        line.clear();
+        // What was in the pipe when it died was said all the same; half a line was not.
+        if lines.read_line(&mut line).expect("it says text") == 0 || !line.ends_with('\n') {
+            break;
+        }
+        notes += 1;
+        let note: Note = line.trim_end().parse().unwrap_or_else(|error| panic!("{error}"));
+        tally.acknowledged += usize::from(matches!(note, Note::Done { .. }));
+        tally.seen += usize::from(matches!(note, Note::Seen { .. }));
+        tally.compacted += usize::from(matches!(note, Note::Compacted { .. }));
+        past.note(note);
+    }
+    child.wait().expect("the child ends");
+    tally.at_failpoints = u64::from(!killed && end.failpoint.is_some());
+    tally
+}
+
+#[tokio::test]
+async fn a_killed_store_lost_nothing_it_acknowledged_and_shows_no_transaction_in_part() {
+    let (seed, cycles) = (bed::seed(), bed::number("TORTURE_CYCLES", 120));
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let mut total = Tally::default();
+    let mut past = Story::default();
+    let mut folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    eprintln!("seed {seed}, {cycles} cycles");
+
+    for cycle in 0..cycles {
+        if cycle % CYCLES_PER_FOLDER == 0 {
+            folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+            past = Story::default();
+        }
+        let end = End::choose(&mut rng);
+        let child_seed = rng.u64(..);
+        let tally = run_child(folder.path(), child_seed, cycle, &end, &mut past);
+        total.cycles += 1;
+        total.acknowledged += tally.acknowledged;
+        total.seen += tally.seen;
+        total.at_failpoints += tally.at_failpoints;
+        total.compacted += tally.compacted;
+
+        let wrong = reopen(folder.path(), &mut past).await;
+        if !wrong.is_empty() {
+            folder.disable_cleanup(true);
+            panic!(
+                "TORTURE_SEED={seed}, cycle {cycle}, {end:?}: {} violations; the folder is kept in {}\n{}",
+                wrong.len(),
+                folder.path().display(),
+                wrong.join("\n")
+            );
+        }
+    }
+    eprintln!("{total:?}");
+    assert!(total.acknowledged > 0 && total.seen > 0 && total.at_failpoints > 0, "{total:?}");
+}
+
+/// Opens the store where the child left it, and lists what is wrong with it.
+async fn reopen(folder: &Path, past: &mut Story) -> Vec<String> {
+    let _held = match DataFolder::open(folder) {
+        Ok(held) => held,
+        Err(error) => return vec![bed::explain(&error)],
+    };
+    let store = match How::default().open(folder).await {
+        Ok(store) => store,
+        Err(error) => return vec![format!("it does not open: {error}")],
+    };
+    let mut wrong = past.check(&store).await;
+    store.close().await;
+    match vedetta_db::damage(&folder.join(bed::FILE)) {
+        Ok(damage) => wrong.extend(damage),
+        Err(error) => wrong.push(error.to_string()),
+    }
+    wrong
+}

@@ -1,0 +1,225 @@
+//! Power cuts: a store under load on a disk which keeps of unsynced writes whatever it likes, and
+//! nothing acknowledged or shown is missing afterwards. Planted bugs must be noticed.
+//!
+//! `TORTURE_IMAGES` for more images, `TORTURE_SEED` for others.
+
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use tokio::time::timeout;
+use torture::bed::{self, How, memory_folder};
+use torture::note::Note;
+use torture::story::{PATIENCE, Story};
+use torture::vfs::{Disk, Image};
+use torture::workload::{Failing, Notes, Workload};
+
+const IMAGES_PER_CUT: usize = 8;
+
+/// A bug to plant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Bug {
+    None,
+    AnswerEarly,
+    NoFsync,
+    LyingDisk,
+}
+
+/// Images so far, and what was wrong with them.
+#[derive(Default)]
+struct Tally {
+    cuts: usize,
+    images: usize,
+    acknowledged: usize,
+    seen: usize,
+    operations: u64,
+    bad: usize,
+    /// Of these, how many lack something acknowledged.
+    lost: usize,
+    first: Option<String>,
+}
+
+impl fmt::Display for Tally {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} images of {} power cuts in {} operations, {} acknowledged writes, {} revisions seen; \
+             {} bad images, {} of them without something acknowledged",
+            self.images,
+            self.cuts,
+            self.operations,
+            self.acknowledged,
+            self.seen,
+            self.bad,
+            self.lost
+        )?;
+        self.first.as_ref().map_or(Ok(()), |first| write!(f, "\n{first}"))
+    }
+}
+
+/// A run up to the power cut.
+struct Run {
+    disk: Disk,
+    past: Story,
+    seen: usize,
+}
+
+/// Runs a store until the power goes at operation `cut`, or when all is written.
+async fn run(seed: u64, bug: Bug, cut: Option<u64>) -> Run {
+    let folder = memory_folder();
+    let disk = Disk::register("power", seed);
+    disk.lie(bug == Bug::LyingDisk);
+    if let Some(operation) = cut {
+        disk.crash_at(operation);
+    }
+    let mut how = How::on(&disk);
+    how.torture.answer_early = bug == Bug::AnswerEarly;
+    how.torture.skip_fsync = bug == Bug::NoFsync;
+
+    let told = Arc::new(Mutex::new((Story::default(), 0)));
+    let notes: Notes = {
+        let told = Arc::clone(&told);
+        Arc::new(move |note| {
+            let mut told = told.lock();
+            told.1 += usize::from(matches!(note, Note::Seen { .. }));
+            told.0.note(note);
+        })
+    };
+    // Twice, so that a store which starts on what another left is cut, too.
+    for start in 0..2 {
+        let Ok(store) = how.open(folder.path()).await else { break };
+        let workload = Workload {
+            seed: seed ^ start,
+            first_id: (start + 1) << 24,
+            writers: 5,
+            writes: 9,
+            short_leases: false,
+            failing: Failing::Ends,
+        };
+        let resume = told.lock().0.resume();
+        workload.run(&store, &resume, &notes).await;
+        if start == 1 && cut.is_some() {
+            disk.crash_now(); // without the last checkpoint
+        }
+        store.close().await;
+    }
+    let (past, revisions) = told.lock().clone();
+    Run { disk, past, seen: revisions }
+}
+
+/// What is wrong with an image.
+async fn judge(image: &Image, past: &Story, go_on: bool) -> Vec<String> {
+    let folder = memory_folder();
+    image.write_to(folder.path()).expect("an image can be written");
+    let mut past = past.clone();
+    let mut wrong = reopen(folder.path(), &mut past, go_on).await;
+    if go_on && wrong.is_empty() {
+        wrong = reopen(folder.path(), &mut past, false).await;
+    }
+    wrong
+}
+
+/// Opens, checks and perhaps writes some more.
+async fn reopen(folder: &Path, past: &mut Story, go_on: bool) -> Vec<String> {
+    let store = match How::default().open(folder).await {
+        Ok(store) => store,
+        Err(error) => return vec![format!("it does not open: {error}")],
+    };
+    let mut wrong = past.check(&store).await;
+    if go_on {
+        let told = Arc::new(Mutex::new(Vec::new()));
+        let also = Arc::clone(&told);
+        let notes: Notes = Arc::new(move |note| also.lock().push(note));
+        let workload = Workload {
+            seed: 1,
+            first_id: 9 << 24,
+            writers: 2,
+            writes: 4,
+            short_leases: false,
+            failing: Failing::Wrong,
+        };
+        workload.run(&store, &past.resume(), &notes).await;
+        store.close().await;
+        told.lock().drain(..).for_each(|note| past.note(note));
+        return wrong;
+    }
+    store.close().await;
+    match vedetta_db::damage(&folder.join(bed::FILE)) {
+        Ok(damage) => wrong.extend(damage),
+        Err(error) => wrong.push(error.to_string()),
+    }
+    wrong
+}
+
+/// Cuts the power often enough for `images` images.
+async fn power_cuts(bug: Bug, images: usize) -> Tally {
+    let seed = bed::seed();
+    let operations = run(seed, bug, None).await.disk.operations();
+    let mut tally = Tally { operations, ..Tally::default() };
+    for seed in seed.. {
+        if tally.images >= images {
+            break;
+        }
+        let cut = fastrand::Rng::with_seed(seed).u64(1..=operations);
+        let cut_short = timeout(PATIENCE, run(seed, bug, Some(cut))).await;
+        let Run { disk, past, seen } = cut_short.expect("a store without power does not hang");
+        assert!(disk.crashed());
+        tally.cuts += 1;
+        tally.acknowledged += past.acknowledged();
+        tally.seen += seen;
+        for (number, image) in disk.images(seed, IMAGES_PER_CUT).enumerate() {
+            tally.images += 1;
+            let judged = timeout(PATIENCE, judge(&image, &past, number == 0)).await;
+            let wrong = judged.unwrap_or_else(|_| vec!["it hangs".to_owned()]);
+            if !wrong.is_empty() {
+                tally.bad += 1;
+                tally.lost += usize::from(wrong.iter().any(|line| line.contains("acknowledged")));
+                tally.first.get_or_insert_with(|| {
+                    let kept = if bug == Bug::None { keep(&image) } else { String::new() };
+                    format!(
+                        "TORTURE_SEED={seed}, {bug:?}, power cut at {cut}, image {number} ({image}){kept}:\n{}",
+                        wrong.join("\n")
+                    )
+                });
+            }
+        }
+    }
+    eprintln!("{bug:?}: {tally}");
+    tally
+}
+
+/// Writes an image to where it stays.
+fn keep(image: &Image) -> String {
+    let kept = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap().keep();
+    image.write_to(&kept).unwrap();
+    format!(", kept in {}", kept.display())
+}
+
+async fn is_noticed(bug: Bug) {
+    let tally = power_cuts(bug, 160).await;
+    assert!(tally.lost > 0, "{bug:?} went unnoticed: {tally}");
+}
+
+#[tokio::test]
+async fn a_power_cut_loses_nothing_acknowledged_or_shown() {
+    let images = usize::try_from(bed::number("TORTURE_IMAGES", 4_000)).unwrap();
+    let tally = power_cuts(Bug::None, images).await;
+    assert!(tally.bad == 0, "{tally}");
+    assert!(tally.images >= images && tally.acknowledged > tally.cuts, "{tally}");
+}
+
+#[tokio::test]
+async fn answering_before_the_commit_is_noticed() {
+    is_noticed(Bug::AnswerEarly).await;
+}
+
+#[tokio::test]
+async fn committing_without_an_fsync_is_noticed() {
+    is_noticed(Bug::NoFsync).await;
+}
+
+#[tokio::test]
+async fn a_disk_that_lies_about_fsync_is_noticed() {
+    is_noticed(Bug::LyingDisk).await;
+}
