@@ -2,7 +2,7 @@
 //!
 //! It is slow, forgets nothing, and shares no code with the store but the types of requests and answers.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -155,6 +155,16 @@ impl Model {
     pub(crate) fn keys_of(&self, id: LeaseId) -> Vec<Bytes> {
         let all = self.now().values();
         all.filter(|key| key.lease == Some(id)).map(|key| key.key.clone()).collect()
+    }
+
+    /// How many keys have a life that can still be read or watched: those that exist, and those whose
+    /// end is not older than everything kept.
+    pub(crate) fn remembered(&self) -> usize {
+        let ended = |event: &&Event| {
+            event.revision >= self.compacted && !self.now().contains_key(event.key())
+        };
+        let ended: BTreeSet<_> = self.events.iter().filter(ended).map(Event::key).collect();
+        self.now().len() + ended.len()
     }
 
     /// What a watcher that has everything before `next` is still owed.
