@@ -150,8 +150,6 @@ async fn nobody_is_answered_before_the_mirrors_have_published() {
         let (db, diary) = (db.clone(), diary.clone());
         writers.spawn(async move {
             write(db, n).await.unwrap();
-            // Among what is noted by now is the keep of this write, and a publish after it: so no
-            // more keeps lack their publish than there are writes still unanswered.
             diary.note("answer");
         });
     }
@@ -167,6 +165,7 @@ async fn nobody_is_answered_before_the_mirrors_have_published() {
             "answer" => answered += 1,
             other => panic!("{other}"),
         }
+        // Each answer is to a write of its own, which must have been published by then.
         assert!(answered <= published, "{answered} answers, {published} published");
     }
     assert_eq!((kept, published, answered), (50, 50, 50));

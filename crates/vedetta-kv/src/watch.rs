@@ -402,13 +402,15 @@ impl Watcher {
             let index = shared.index.read();
             (index.revision, index.compacted)
         };
-        let next = options.from.unwrap_or(current.next());
+        let from = options.from.unwrap_or(current.next());
+        // Nothing happened before the first write.
+        let next = from.max(Revision::FRESH.next());
         if next <= current {
             cell.owe(next);
         }
         let watcher = Self { shared, db, cell, range, options, next, reading: None };
-        if next < oldest {
-            return Err(WatchError::Compacted { asked: next, oldest });
+        if from < oldest {
+            return Err(WatchError::Compacted { asked: from, oldest });
         }
         Ok(watcher)
     }
@@ -555,8 +557,8 @@ fn read_history(
     Ok(Block::new(last.unwrap_or(from), events))
 }
 
-/// Every revision has a row. Only the one a watch starts at may have none: the first of all, and the
-/// one a restored store jumped to.
+/// Every revision has a row. Only the one a watch starts at may have none: where a restored store
+/// jumped to.
 fn check_next(
     shared: &Shared,
     from: Revision,
@@ -564,9 +566,8 @@ fn check_next(
     revision: Revision,
 ) -> Result<(), FetchError> {
     let expected = last.map_or(from, Revision::next);
-    let may_be_missing = last.is_none()
-        && revision == expected.max(Revision::FRESH).next()
-        && from <= shared.index.read().compacted.max(Revision::FRESH);
+    let may_be_missing =
+        last.is_none() && revision == expected.next() && from <= shared.index.read().compacted;
     if revision == expected || may_be_missing {
         return Ok(());
     }

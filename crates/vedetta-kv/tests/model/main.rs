@@ -12,7 +12,12 @@ use proptest::test_runner::{Config, TestCaseError, TestRunner};
 #[test]
 fn random_operations_with_restarts_and_compactions_agree_with_a_naive_model() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let config = Config { failure_persistence: None, max_shrink_iters: 2_000, ..Config::default() };
+    let config = Config {
+        failure_persistence: None,
+        max_shrink_iters: 2_000,
+        max_shrink_time: 120_000, // what hangs takes long to shrink
+        ..Config::default()
+    };
     let (cases, operations) = (Cell::new(0), Cell::new(0));
     let agreed = TestRunner::new(config).run(&plan::steps(), |steps| {
         cases.set(cases.get() + 1);

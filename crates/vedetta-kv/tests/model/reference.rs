@@ -2,7 +2,7 @@
 //!
 //! It is slow, forgets nothing, and shares no code with the store but the types of requests and answers.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -156,6 +156,16 @@ impl Model {
         all.filter(|key| key.lease() == Some(id))
             .map(|key| Bytes::copy_from_slice(key.key()))
             .collect()
+    }
+
+    /// How many keys have a life that can still be read or watched: those that exist, and those whose
+    /// end is not older than everything kept.
+    pub(crate) fn remembered(&self) -> usize {
+        let ended = |event: &&Event| {
+            event.revision >= self.compacted && !self.now().contains_key(event.key())
+        };
+        let ended: BTreeSet<_> = self.events.iter().filter(ended).map(Event::key).collect();
+        self.now().len() + ended.len()
     }
 
     /// What a watcher that has everything before `next` is still owed.
