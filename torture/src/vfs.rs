@@ -23,7 +23,8 @@
 //! - A file never synced may be missing; a deleted one may be back. Syncing the directory settles
 //!   this for all its files. SQLite does so at the first sync of a journal or WAL it may have
 //!   created, and when it deletes with the sync flag.
-//! - What a failed sync left unwritten is not written by a later one: the system has dropped it.
+//! - What a failed sync left unwritten is not written by a later one: the system has dropped it. As on
+//!   Linux since 4.13, whoever has the file open is told of the failure once, at its own next sync.
 //!
 //! One disk serves one directory, which only SQLite touches, and only through this disk. The real
 //! files are never synced: nothing reads them after a power cut.
@@ -282,6 +283,11 @@ impl Device {
         if code == ffi::SQLITE_OK { Ok(state.record.open(path)) } else { Err(code) }
     }
 
+    /// How many syncs of the file failed so far.
+    fn failed_syncs(&self, node: Node) -> u64 {
+        self.state.lock().record.failed_syncs(node)
+    }
+
     fn close(&self, node: Node) {
         self.state.lock().record.close(node);
     }
@@ -319,6 +325,14 @@ impl State {
                 }
                 return code;
             }
+        }
+        if let Operation::Sync { node, told, .. } = operation
+            && told < self.record.failed_syncs(node)
+        {
+            if !self.lying {
+                self.record.apply(operation); // what was written since is written all the same
+            }
+            return Some(error_of(operation));
         }
         let growth = self.record.growth(operation);
         let full = growth > 0 && self.limit.is_some_and(|limit| self.used() + growth > limit);

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use tempfile::TempDir;
 use tokio::time::{Instant, sleep, timeout};
 use torture::bed::{self, How, memory_folder};
 use torture::note::{Note, What, value};
@@ -301,43 +302,83 @@ async fn fill(store: &Store, first: u32) -> u32 {
     unreachable!("a disk with a limit fills up")
 }
 
-#[tokio::test]
-async fn on_a_full_disk_deletes_and_compaction_run_on_the_ballast_and_puts_when_space_returns() {
-    const BALLAST: u64 = 1 << 20;
+/// A store that filled a small disk, of which the ballast takes a part.
+struct Full {
+    folder: TempDir,
+    disk: Disk,
+    store: Store,
+    /// How many of `k/N` are there.
+    stored: u32,
+}
+
+const BALLAST: u64 = 1 << 20;
+
+async fn full_store() -> Full {
     let folder = memory_folder();
-    let ballast = folder.path().join("ballast");
     let disk = Disk::register("full", bed::seed());
-    disk.count_beside(&ballast);
+    disk.count_beside(&folder.path().join("ballast"));
     disk.limit(Some(4 << 20));
     let how = How { ballast: BALLAST, ..How::on(&disk) };
     let store = how.open(folder.path()).await.unwrap();
-
     let stored = fill(&store, 0).await;
     assert!(stored > 100, "only {stored} were stored");
-    let full_at = store.status().revision;
+    Full { folder, disk, store, stored }
+}
 
-    let deleted = store
-        .delete(Delete { range: KeyRange::prefix("k/000"), previous: false })
-        .await
-        .expect("a delete runs on a full disk");
-    assert_eq!(deleted.count, 100);
-    assert!(!ballast.exists(), "it was given up for the delete");
-    store.compact(full_at.next(), true).await.expect("compaction runs on a full disk");
-    assert_eq!(store.status().compacted, Revision(full_at.0 + 1));
-
-    disk.limit(None);
-    let deadline = Instant::now() + PATIENCE;
-    while let Err(error) = store.put(Put::new("after", "it")).await {
-        assert!(matches!(error, KvError::Lost(CommitError::Full)), "{error}");
-        assert!(Instant::now() < deadline, "space has returned, and still: {error}");
-        sleep(Duration::from_millis(1)).await;
+impl Full {
+    /// Deletes the first hundred, and compacts.
+    async fn make_room(&self) {
+        let full_at = self.store.status().revision;
+        let deleted = self
+            .store
+            .delete(Delete { range: KeyRange::prefix("k/000"), previous: false })
+            .await
+            .expect("a delete runs on a full disk");
+        assert_eq!(deleted.count, 100);
+        assert!(!self.folder.path().join("ballast").exists(), "it was given up for the delete");
+        let compacted = self.store.compact(full_at.next(), true).await;
+        compacted.expect("compaction runs on a full disk");
+        assert_eq!(self.store.status().compacted, Revision(full_at.0 + 1));
     }
-    assert_eq!(std::fs::metadata(&ballast).unwrap().len(), BALLAST, "whole again");
-    store.close().await;
 
-    let store = How::default().open(folder.path()).await.unwrap();
-    let kept = store.range(vedetta_kv::Range::new(KeyRange::prefix("k/"))).await.unwrap();
-    assert_eq!(kept.count, stored as usize - 100);
-    store.close().await;
-    assert_eq!(vedetta_db::damage(&folder.path().join(bed::FILE)).unwrap(), [""; 0]);
+    /// Puts, until it works: the store looks at the disk now and then.
+    async fn put(&self) {
+        let deadline = Instant::now() + PATIENCE;
+        while let Err(error) = self.store.put(Put::new("after", "it")).await {
+            assert!(matches!(error, KvError::Lost(CommitError::Full)), "{error}");
+            assert!(Instant::now() < deadline, "there is room, and still: {error}");
+            sleep(Duration::from_millis(1)).await;
+        }
+        let ballast = std::fs::metadata(self.folder.path().join("ballast"));
+        assert_eq!(ballast.unwrap().len(), BALLAST, "whole again");
+    }
+
+    /// What should be there is there.
+    async fn check(self) {
+        self.store.close().await;
+        let store = How::default().open(self.folder.path()).await.unwrap();
+        let kept = store.range(vedetta_kv::Range::new(KeyRange::prefix("k/"))).await.unwrap();
+        assert_eq!(kept.count, self.stored as usize - 100);
+        store.close().await;
+        let file = self.folder.path().join(bed::FILE);
+        assert_eq!(vedetta_db::damage(&file).unwrap(), [""; 0]);
+    }
+}
+
+#[tokio::test]
+async fn on_a_full_disk_deletes_and_compaction_run_on_the_ballast_and_puts_when_space_returns() {
+    let full = full_store().await;
+    full.make_room().await;
+    full.disk.limit(None);
+    full.put().await;
+    full.check().await;
+}
+
+#[tokio::test]
+async fn on_a_full_disk_puts_work_again_in_the_room_that_deletes_and_compaction_made() {
+    let full = full_store().await;
+    full.make_room().await;
+    full.put().await;
+    assert!(full.disk.used() <= 4 << 20);
+    full.check().await;
 }

@@ -85,6 +85,10 @@ async fn fill(store: &Store, writes: u64) {
             store.compact(store.status().revision, true).await.unwrap();
         }
     }
+    // Short ones, so that the newest page has several rows.
+    for number in 0..7_u8 {
+        store.put(Put::new("last", vec![number])).await.unwrap();
+    }
 }
 
 /// A closed store: its files and what they hold.

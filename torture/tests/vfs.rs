@@ -410,3 +410,23 @@ fn a_forgotten_connection_fails_cleanly() {
     assert!(again.is_err(), "the name is gone");
     drop(db);
 }
+
+/// The fsync of one connection fails; another one, which has the same file open, hears of it, too.
+#[test]
+fn a_failed_sync_is_told_to_everybody_who_has_the_file_open() {
+    let (dir, disk) = (tempfile::tempdir().unwrap(), Disk::register("told", seed()));
+    let (first, second) =
+        (open(WAL_FULL, &disk, dir.path()).unwrap(), open(WAL_FULL, &disk, dir.path()).unwrap());
+    let mut story = Story::default();
+    story.insert(&first).unwrap();
+    story.insert(&second).unwrap();
+
+    let before = disk.operations();
+    story.insert(&first).unwrap();
+    let sync = disk.operations() - before; // the last operation of a commit
+    disk.fail_at(disk.operations() + sync, Fault::Error, Times::Once);
+    story.insert(&first).unwrap_err();
+    story.insert(&second).unwrap_err();
+    story.insert(&first).unwrap();
+    story.insert(&second).unwrap();
+}

@@ -19,7 +19,7 @@ use crate::folder::{parent, sync_folder};
 use crate::log;
 use crate::readers::{ReadError, Readers};
 use crate::space::Space;
-use crate::wal::{WalKeeper, start_over};
+use crate::wal::{PATIENCE, WalKeeper, start_over};
 use crate::writer::{CommitError, Message, Mirror, Purpose, Stop, Task, Tx, WriteError, Writer};
 
 /// "VEDT": tells our files from other SQLite files.
@@ -81,7 +81,7 @@ impl Options {
         };
         // A refused or newer file must be left as it was, so closing never checkpoints by itself.
         connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true)?;
-        connection.busy_timeout(Duration::from_secs(5))?;
+        connection.busy_timeout(PATIENCE)?;
         Ok(connection)
     }
 

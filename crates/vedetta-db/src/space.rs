@@ -9,7 +9,8 @@
 //! ```
 //!
 //! SQLite needs room even to delete, so a ballast file keeps some in reserve: it is given up when the
-//! first space-freeing write comes, and laid down again before other writes are taken.
+//! first space-freeing write comes, and laid down again before other writes are taken. The file never
+//! shrinks, but its free pages count as room, and the log gives back what it no longer needs.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -58,14 +59,17 @@ impl Space {
         self.standing = Standing::Full { looked: Instant::now() };
     }
 
-    /// Whether writes that take room may run. Looks at the disk again now and then while it is full.
-    pub(crate) fn may_store(&mut self) -> bool {
+    /// Whether writes that take room may run. Looks at the disk again now and then while it is full:
+    /// `shrink` then gives back what it can, and tells how many bytes are free inside the file.
+    pub(crate) fn may_store(&mut self, shrink: impl FnOnce() -> u64) -> bool {
         let Standing::Full { looked } = self.standing else { return true };
         if looked.elapsed() < self.look_again {
             return false;
         }
         self.standing = Standing::Full { looked: Instant::now() };
-        let has_room = self.lay_ballast().is_ok() && self.free().is_some_and(|free| free >= MARGIN);
+        let inside = shrink();
+        let has_room = self.lay_ballast().is_ok()
+            && self.free().is_some_and(|free| free.saturating_add(inside) >= MARGIN);
         if has_room {
             tracing::info!("the disk has room again: taking writes");
             self.standing = Standing::Ample;
@@ -115,18 +119,18 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let ballast = folder.path().join("ballast");
         let mut space = Space::new(ballast.clone(), 1 << 20, None);
-        assert!(space.may_store() && ballast.exists());
+        assert!(space.may_store(|| 0) && ballast.exists());
 
         space.make_room();
         assert!(ballast.exists(), "nothing is given up while there is room");
 
         space.ran_out();
-        assert!(!space.may_store(), "just found full: not looked at again at once");
+        assert!(!space.may_store(|| 0), "just found full: not looked at again at once");
         space.make_room();
         assert!(!ballast.exists());
 
         space.standing = Standing::Full { looked: Instant::now().checked_sub(LOOK_AGAIN).unwrap() };
-        assert!(space.may_store(), "this disk has room");
+        assert!(space.may_store(|| 0), "this disk has room");
         assert_eq!(fs::metadata(&ballast).unwrap().len(), 1 << 20);
     }
 }

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use rusqlite::Connection;
 
@@ -21,6 +22,9 @@ use crate::failpoint;
 const STEP: i32 = 1_000;
 /// Pages above which the writer itself finishes the checkpoint, so that the log starts over (64 MiB).
 const LIMIT: i32 = 16_000;
+
+/// How long a connection waits for another one.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
 
 pub(crate) struct WalKeeper {
     nudge: SyncSender<()>,
@@ -74,6 +78,13 @@ impl WalKeeper {
             checkpoint(connection, "PASSIVE", &self.broken);
             self.tried = pages;
         }
+    }
+
+    /// Gives the log's room back to the disk, unless somebody reads just now.
+    pub(crate) fn shrink(&self, connection: &Connection) {
+        let _ = connection.busy_timeout(Duration::ZERO);
+        checkpoint(connection, "TRUNCATE", &self.broken);
+        let _ = connection.busy_timeout(PATIENCE);
     }
 
     /// Whether the fsync of a checkpoint failed: nothing may be written any more.

@@ -222,6 +222,7 @@ struct Statements<'c> {
     release: Statement<'c>,
     undo: Statement<'c>,
     size: Statement<'c>,
+    free: Statement<'c>,
 }
 
 impl<'c> Statements<'c> {
@@ -235,6 +236,10 @@ impl<'c> Statements<'c> {
             size: connection.prepare(
                 "SELECT (p.page_count - f.freelist_count) * s.page_size
                  FROM pragma_page_count p, pragma_freelist_count f, pragma_page_size s",
+            )?,
+            free: connection.prepare(
+                "SELECT f.freelist_count * s.page_size
+                 FROM pragma_freelist_count f, pragma_page_size s",
             )?,
         })
     }
@@ -273,7 +278,7 @@ impl Writer {
         statements: &mut Statements<'_>,
         batch: Vec<Box<dyn Unit>>,
     ) {
-        let batch = self.admit(batch);
+        let batch = self.admit(connection, statements, batch);
         if batch.is_empty() {
             return;
         }
@@ -310,7 +315,12 @@ impl Writer {
     }
 
     /// Turns away what may not run now.
-    fn admit(&mut self, mut batch: Vec<Box<dyn Unit>>) -> Vec<Box<dyn Unit>> {
+    fn admit(
+        &mut self,
+        connection: &Connection,
+        statements: &mut Statements<'_>,
+        mut batch: Vec<Box<dyn Unit>>,
+    ) -> Vec<Box<dyn Unit>> {
         let refuse = |batch: Vec<Box<dyn Unit>>, why: &CommitError| {
             batch.into_iter().for_each(|unit| unit.answer(Err(why.clone())));
         };
@@ -318,7 +328,12 @@ impl Writer {
             refuse(batch, &CommitError::Halted);
             return Vec::new();
         }
-        if !batch.is_empty() && !self.space.may_store() {
+        let wal = &self.wal;
+        let shrink = || {
+            wal.shrink(connection);
+            statements.free.query_row([], |row| row.get::<_, i64>(0)).map_or(0, i64::unsigned_abs)
+        };
+        if !batch.is_empty() && !self.space.may_store(shrink) {
             let (storing, reclaiming): (Vec<_>, Vec<_>) =
                 batch.into_iter().partition(|unit| unit.purpose() == Purpose::Store);
             refuse(storing, &CommitError::Full);

@@ -20,11 +20,28 @@ pub(super) struct Node(u64);
 /// A call that changes a file.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Operation<'a> {
-    Create { path: &'a Path },
-    Write { node: Node, offset: usize, bytes: &'a [u8] },
-    Truncate { node: Node, length: usize },
-    Sync { node: Node, directory: bool },
-    Delete { path: &'a Path, sync_directory: bool },
+    Create {
+        path: &'a Path,
+    },
+    Write {
+        node: Node,
+        offset: usize,
+        bytes: &'a [u8],
+    },
+    Truncate {
+        node: Node,
+        length: usize,
+    },
+    /// `told` is how many failed syncs of the file the caller has heard of.
+    Sync {
+        node: Node,
+        directory: bool,
+        told: u64,
+    },
+    Delete {
+        path: &'a Path,
+        sync_directory: bool,
+    },
 }
 
 /// All files of a disk.
@@ -48,6 +65,7 @@ struct File {
     /// As seen by programs.
     length: usize,
     handles: usize,
+    failed_syncs: u64,
 }
 
 /// `Arc`s throughout, so that a snapshot copies no file.
@@ -117,7 +135,7 @@ impl Record {
                     file.content.pending.push(Change::Truncate { length });
                 }
             }
-            Operation::Sync { node, directory } => self.sync(node, directory),
+            Operation::Sync { node, directory, .. } => self.sync(node, directory),
             Operation::Delete { path, sync_directory } => {
                 if let Some(name) = self.names.get_mut(path) {
                     name.since.push(None);
@@ -129,12 +147,19 @@ impl Record {
         }
     }
 
-    /// The system reports a failed sync once, then takes the pages for written. Half of them were.
+    /// The system reports a failed sync once per open file, then takes the pages for written. Half of
+    /// them were.
     pub(super) fn sync_failed(&mut self, node: Node, rng: &mut fastrand::Rng) {
-        if let Some(File { content, .. }) = self.nodes.get_mut(&node) {
+        if let Some(File { content, failed_syncs, .. }) = self.nodes.get_mut(&node) {
             tear(Arc::make_mut(&mut content.durable), &content.pending, rng);
             content.pending.clear();
+            *failed_syncs += 1;
         }
+    }
+
+    /// How many syncs of the file failed so far.
+    pub(super) fn failed_syncs(&self, node: Node) -> u64 {
+        self.nodes.get(&node).map_or(0, |file| file.failed_syncs)
     }
 
     pub(super) fn used(&self) -> u64 {
@@ -173,7 +198,7 @@ impl Record {
         self.nodes_made += 1;
         let length = bytes.len();
         let content = Content { durable: Arc::new(bytes), pending: Vec::new() };
-        self.nodes.insert(node, File { content, length, handles: 0 });
+        self.nodes.insert(node, File { content, length, handles: 0, failed_syncs: 0 });
         node
     }
 
@@ -433,7 +458,7 @@ mod tests {
     }
 
     fn sync(record: &mut Record, node: Node, directory: bool) {
-        record.apply(Operation::Sync { node, directory });
+        record.apply(Operation::Sync { node, directory, told: 0 });
     }
 
     fn delete(record: &mut Record, sync_directory: bool) {

@@ -4,7 +4,7 @@
 //! followed in memory by the real one:
 //!
 //! ```text
-//! szOsFile:  │ methods │ device │ node │ owes_directory │ real file ... │
+//! szOsFile:  │ methods │ device │ node │ owes_directory │ told │ real file ... │
 //! ```
 //!
 //! The safety of all of it rests on SQLite's side of the contract:
@@ -116,6 +116,8 @@ struct File {
     node: Option<Node>,
     /// Whether the next sync includes the directory, see the promises of the [parent module](super).
     owes_directory: AtomicBool,
+    /// How many failed syncs this handle was told of.
+    told: AtomicU64,
 }
 
 const _: () = assert!(
@@ -259,6 +261,7 @@ unsafe extern "C" fn open(
                 owes_directory: AtomicBool::new(
                     flags & ffi::SQLITE_OPEN_CREATE != 0 && flags & JOURNALS != 0,
                 ),
+                told: AtomicU64::new(node.map_or(0, |node| device.failed_syncs(node))),
             };
             // SAFETY: contract 2.
             unsafe { file.cast::<File>().write(ours) };
@@ -399,8 +402,12 @@ unsafe extern "C" fn sync(file: *mut sqlite3_file, _flags: c_int) -> c_int {
     let ours = unsafe { ours(file) };
     let directory = ours.owes_directory.load(Ordering::Relaxed);
     // The real file is not synced: that would cost most of a run's time and nothing depends on it.
-    let operation = |node| Operation::Sync { node, directory };
+    let told = ours.told.load(Ordering::Relaxed);
+    let operation = |node| Operation::Sync { node, directory, told };
     let code = change(ours, ffi::SQLITE_IOERR_FSYNC, operation, || ffi::SQLITE_OK);
+    if let Some(node) = ours.node.filter(|_| code != ffi::SQLITE_OK) {
+        ours.told.store(ours.device.failed_syncs(node), Ordering::Relaxed);
+    }
     if code == ffi::SQLITE_OK {
         ours.owes_directory.store(false, Ordering::Relaxed);
     }
