@@ -21,13 +21,19 @@ pub(crate) fn rate(count: u64, time: Duration) -> f64 {
     count as f64 / time.as_secs_f64()
 }
 
-/// CPU time used so far by the threads of this process with that name.
-pub(crate) fn cpu_of(thread: &str) -> anyhow::Result<Duration> {
+/// CPU time used so far by the threads of this process with that name, or by all that still run.
+pub(crate) fn cpu_of(thread: Option<&str>) -> anyhow::Result<Duration> {
     let mut total = Duration::ZERO;
     for task in std::fs::read_dir("/proc/self/task")? {
         let task = task?.path();
-        if std::fs::read_to_string(task.join("comm"))?.trim() == thread {
-            let line = std::fs::read_to_string(task.join("schedstat"))?;
+        // A thread may end while we look at it.
+        let (Ok(name), Ok(line)) = (
+            std::fs::read_to_string(task.join("comm")),
+            std::fs::read_to_string(task.join("schedstat")),
+        ) else {
+            continue;
+        };
+        if thread.is_none_or(|thread| thread == name.trim()) {
             let ran: u64 = line.split_whitespace().next().unwrap_or("0").parse()?;
             total += Duration::from_nanos(ran);
         }

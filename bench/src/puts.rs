@@ -55,7 +55,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
                 }
             })
             .await;
-            let floor_cpu = cpu_of("floor")?.as_secs_f64() / (floor_rate * args.seconds);
+            let floor_cpu = cpu_of(Some("floor"))?.as_secs_f64() / (floor_rate * args.seconds);
 
             let folder = setup::folder()?;
             let store = setup::open(folder.path()).await?;
@@ -68,7 +68,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
                 }
             })
             .await;
-            let our_cpu = cpu_of("vedetta-writer")?.as_secs_f64() / (our_rate * args.seconds);
+            let our_cpu = cpu_of(Some("vedetta-writer"))?.as_secs_f64() / (our_rate * args.seconds);
             floor_cpus.push(floor_cpu * 1e6);
             cpus.push(our_cpu * 1e6);
             store.close().await;

@@ -9,7 +9,7 @@ use tokio::task::JoinSet;
 use vedetta_core::KeyRange;
 use vedetta_kv::{Cause, Change, Put, WatchOptions};
 
-use crate::figures::quantile;
+use crate::figures::{cpu_of, quantile};
 use crate::setup;
 
 #[derive(clap::Args)]
@@ -111,18 +111,7 @@ async fn idle(args: &Args) -> anyhow::Result<()> {
 
 /// CPU time of this process over ten seconds of doing nothing.
 async fn cpu_while_idle() -> anyhow::Result<Duration> {
-    let used = || -> anyhow::Result<Duration> {
-        let stat = std::fs::read_to_string("/proc/self/schedstat")?;
-        let mut total = Duration::ZERO;
-        drop(stat);
-        for task in std::fs::read_dir("/proc/self/task")? {
-            let line = std::fs::read_to_string(task?.path().join("schedstat"))?;
-            let ran: u64 = line.split_whitespace().next().unwrap_or("0").parse()?;
-            total += Duration::from_nanos(ran);
-        }
-        Ok(total)
-    };
-    let before = used()?;
+    let before = cpu_of(None)?;
     tokio::time::sleep(Duration::from_secs(10)).await;
-    Ok(used()?.saturating_sub(before))
+    Ok(cpu_of(None)?.saturating_sub(before))
 }

@@ -21,6 +21,25 @@ use crate::{Cause, Change, Event, KeyValue, LeaseId, Stamps};
 /// How deep transactions may be nested. Evaluation recurses, so there must be an end.
 const DEPTH: usize = 32;
 
+/// A put made ready by its caller, so that the writer thread need not allocate, copy or search for it.
+pub(crate) struct Draft {
+    /// The key and its value, if that is given; the numbers are still missing.
+    record: KeyValue,
+    /// Where the key was in the index.
+    place: Option<usize>,
+}
+
+impl Draft {
+    pub(crate) fn of(put: &Put, index: Option<&Index>) -> Self {
+        let value = match &put.value {
+            PutValue::Set(value) => &value[..],
+            PutValue::Keep => &[],
+        };
+        let record = KeyValue::new(Stamps::default(), &put.key, value);
+        Self { record, place: index.and_then(|index| index.place(&put.key, None)) }
+    }
+}
+
 /// One closure's view of the store: what is published, what waits, and its own revision.
 pub(crate) struct Engine<'a> {
     pub(crate) tx: &'a Tx<'a>,
@@ -73,12 +92,16 @@ impl<'a> Engine<'a> {
         self.pending.revision
     }
 
-    pub(crate) fn put(&mut self, put: &Put) -> Evaluated<PutDone> {
-        let before = self.pending.latest(self.index, &put.key);
+    pub(crate) fn put(&mut self, put: &Put, draft: Draft) -> Evaluated<PutDone> {
+        let place = self.index.place(draft.record.key(), draft.place);
+        let before = self.pending.latest_at(self.index, draft.record.key(), place);
         let missing = || Stop::Refused(KvError::KeyNotFound(put.key.clone()));
-        let value = match &put.value {
-            PutValue::Set(value) => &value[..],
-            PutValue::Keep => before.as_ref().ok_or_else(missing)?.value(),
+        let mut now = match &put.value {
+            PutValue::Set(_) => draft.record,
+            PutValue::Keep => {
+                let value = before.as_ref().ok_or_else(missing)?.value();
+                KeyValue::new(Stamps::default(), &put.key, value)
+            }
         };
         let lease = match put.lease {
             PutLease::Set(lease) => lease,
@@ -96,9 +119,10 @@ impl<'a> Engine<'a> {
             version: before.as_ref().map_or(0, KeyValue::version) + 1,
             lease,
         };
-        let now = KeyValue::pack(stamps, &put.key, value, &mut self.pending.scratch);
+        now.stamp(stamps);
         let previous = put.previous.then(|| before.clone()).flatten();
-        self.pending.record(Event { revision, change: Change::Put(now), previous: before });
+        let event = Event { revision, change: Change::Put(now), previous: before };
+        self.pending.record(event, place);
         Ok(PutDone { revision, previous })
     }
 
@@ -115,7 +139,8 @@ impl<'a> Engine<'a> {
     fn remove(&mut self, before: KeyValue, cause: Cause) {
         let revision = self.making();
         let change = Change::Delete { key: Bytes::copy_from_slice(before.key()), cause };
-        self.pending.record(Event { revision, change, previous: Some(before) });
+        let place = self.index.place(before.key(), None);
+        self.pending.record(Event { revision, change, previous: Some(before) }, place);
     }
 
     /// The keys of a range, as they are now.
@@ -155,7 +180,7 @@ impl<'a> Engine<'a> {
         for op in if held { &txn.then } else { &txn.otherwise } {
             replies.push(match op {
                 Op::Range(range) => OpReply::Range(self.range(range)?),
-                Op::Put(put) => OpReply::Put(self.put(put)?),
+                Op::Put(put) => OpReply::Put(self.put(put, Draft::of(put, None))?),
                 Op::Delete(delete) => OpReply::Delete(self.delete(delete)?),
                 Op::Txn(txn) => OpReply::Txn(self.txn(txn)?),
             });

@@ -42,9 +42,8 @@ struct Chain {
     stamp: Stamp,
     /// The key now; when it is gone, nothing but its name.
     head: KeyValue,
-    /// Earlier changes, oldest first. Boxed: most keys have none, and a key should be small.
-    #[expect(clippy::box_collection, reason = "8 bytes instead of 24 in every key")]
-    older: Option<Box<Vec<Stamp>>>,
+    /// Earlier changes, oldest first.
+    older: Vec<Stamp>,
 }
 
 /// A revision in which a key changed, and whether it was deleted then.
@@ -81,11 +80,11 @@ pub(crate) enum Found {
 
 impl Chain {
     fn new(event: &Event) -> Self {
-        Self { stamp: Stamp::of(event), head: head(&event.change), older: None }
+        Self { stamp: Stamp::of(event), head: head(&event.change), older: Vec::new() }
     }
 
     fn push(&mut self, event: &Event) {
-        self.older.get_or_insert_default().push(self.stamp);
+        self.older.push(self.stamp);
         self.stamp = Stamp::of(event);
         self.head = head(&event.change);
     }
@@ -116,25 +115,30 @@ impl Chain {
 
     /// The last earlier change before `revision`.
     fn last_before(&self, revision: Revision) -> Option<Stamp> {
-        let older = self.older.as_deref()?;
-        let count = older.partition_point(|stamp| stamp.revision() < revision);
-        older[..count].last().copied()
+        let count = self.older.partition_point(|stamp| stamp.revision() < revision);
+        self.older[..count].last().copied()
     }
 }
 
 impl Index {
-    fn place(&self, key: &[u8]) -> Option<usize> {
+    /// Where a key is. A guess, from an earlier look, saves the search when it is still right.
+    pub(crate) fn place(&self, key: &[u8], guess: Option<usize>) -> Option<usize> {
+        if let Some(guess) = guess
+            && self.chains.get(guess).is_some_and(|chain| chain.head.key() == key)
+        {
+            return Some(guess);
+        }
         let hash = self.hasher.hash_one(key);
         self.by_key.find(hash, |&place| self.chains[place].head.key() == key).copied()
     }
 
     fn chain(&self, key: &[u8]) -> Option<&Chain> {
-        self.place(key).map(|place| &self.chains[place])
+        self.place(key, None).map(|place| &self.chains[place])
     }
 
-    /// The key now.
-    pub(crate) fn get(&self, key: &[u8]) -> Option<&KeyValue> {
-        self.chain(key)?.now()
+    /// The key at a place, now.
+    pub(crate) fn now(&self, place: usize) -> Option<&KeyValue> {
+        self.chains.get(place)?.now()
     }
 
     /// The key as of revision `at`.
@@ -143,16 +147,16 @@ impl Index {
     }
 
     /// Makes an event part of the state.
-    pub(crate) fn apply(&mut self, event: &Event) {
+    pub(crate) fn apply(&mut self, event: &Event, guess: Option<usize>) {
         let key = event.key();
-        if let Some(place) = self.push(event) {
+        if let Some(place) = self.push(event, guess) {
             self.in_order.insert(Box::from(key), place);
         }
     }
 
     /// The same without keeping the order, for loading: [`Index::set_order`] must follow.
     pub(crate) fn apply_unordered(&mut self, event: &Event) {
-        self.push(event);
+        self.push(event, None);
     }
 
     /// Puts all keys in order.
@@ -162,9 +166,9 @@ impl Index {
     }
 
     /// Returns the place of a key that was not there.
-    fn push(&mut self, event: &Event) -> Option<usize> {
+    fn push(&mut self, event: &Event, guess: Option<usize>) -> Option<usize> {
         self.existing += usize::from(event.now().is_some());
-        if let Some(place) = self.place(event.key()) {
+        if let Some(place) = self.place(event.key(), guess) {
             let chain = &mut self.chains[place];
             self.existing -= usize::from(chain.now().is_some());
             chain.push(event);
@@ -215,15 +219,11 @@ impl Index {
 
     /// Forgets what `key` was before `revision`; and the key itself if it was deleted then for good.
     pub(crate) fn forget(&mut self, key: &[u8], revision: Revision, drop_tombstone: bool) {
-        let Some(place) = self.place(key) else { return };
+        let Some(place) = self.place(key, None) else { return };
         let chain = &mut self.chains[place];
         let keep_from = if drop_tombstone { revision.next() } else { revision };
-        if let Some(older) = &mut chain.older {
-            older.retain(|stamp| stamp.revision() >= keep_from);
-            if older.is_empty() {
-                chain.older = None;
-            }
-        }
+        chain.older.retain(|stamp| stamp.revision() >= keep_from);
+        chain.older.shrink_to_fit();
         if chain.stamp.gone() && chain.stamp.revision() < keep_from {
             let hash = self.hasher.hash_one(key);
             if let Ok(entry) = self.by_key.find_entry(hash, |&other| other == place) {
@@ -280,7 +280,7 @@ mod tests {
                 let stamps = Stamps { modified: revision, ..Stamps::default() };
                 Change::Put(KeyValue::new(stamps, b"k", b"v"))
             };
-            index.apply(&Event { revision, change, previous: None });
+            index.apply(&Event { revision, change, previous: None }, None);
         }
         index
     }

@@ -27,6 +27,8 @@ pub(crate) struct Pending {
     pub(crate) compacted: Revision,
     /// The events of the batch, in order.
     pub(crate) events: Vec<Event>,
+    /// For each event, where the index had its key.
+    places: Vec<Option<usize>>,
     /// For each event, the one before it that changed the same key in this batch.
     earlier: Vec<Option<usize>>,
     /// The last event of each key of the batch, found by its key.
@@ -37,12 +39,18 @@ pub(crate) struct Pending {
     /// The rows of the batch: where in `encoded` each lies.
     rows: Vec<(Revision, Range<usize>)>,
     encoded: Vec<u8>,
-    /// For putting records together.
-    pub(crate) scratch: Vec<u8>,
     /// Where the running closure started.
     unit: Mark,
     /// Where the batch started.
     batch: Mark,
+}
+
+/// What a durable batch changed.
+pub(crate) struct Batch {
+    pub(crate) events: Vec<Event>,
+    /// For each event, where the index had its key when it was recorded.
+    pub(crate) places: Vec<Option<usize>>,
+    pub(crate) leases: Vec<LeaseChange>,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -77,7 +85,9 @@ impl Pending {
         }
     }
 
-    pub(crate) fn record(&mut self, event: Event) {
+    /// `place` is where the index has the key, if it has it.
+    pub(crate) fn record(&mut self, event: Event, at: Option<usize>) {
+        self.places.push(at);
         let place = self.events.len();
         let (events, hasher) = (&self.events, &self.hasher);
         let hash = |key: &[u8]| hasher.hash_one(key);
@@ -138,19 +148,23 @@ impl Pending {
             self.encoded.truncate(first.start);
             self.rows.truncate(self.unit.rows);
         }
+        self.places.truncate(self.unit.events);
         self.leases.truncate(self.unit.leases);
         self.revision = self.unit.revision;
         self.compacted = self.unit.compacted;
     }
 
     /// Batch durable: hands out what is to be shown.
-    pub(crate) fn take(&mut self) -> (Vec<Event>, Vec<LeaseChange>) {
-        let events = std::mem::take(&mut self.events);
+    pub(crate) fn take(&mut self) -> Batch {
+        // The next batch will most likely be about as large.
+        let room = Vec::with_capacity(self.events.len());
+        let events = std::mem::replace(&mut self.events, room);
         let leases = std::mem::take(&mut self.leases);
+        let places = std::mem::take(&mut self.places);
         self.clear();
         self.unit = self.mark();
         self.batch = self.unit;
-        (events, leases)
+        Batch { events, places, leases }
     }
 
     /// Batch lost.
@@ -164,6 +178,7 @@ impl Pending {
     fn clear(&mut self) {
         self.keys.clear();
         self.earlier.clear();
+        self.places.clear();
         self.events.clear();
         self.leases.clear();
         self.rows.clear();
@@ -172,10 +187,20 @@ impl Pending {
 
     /// The key as the next closure should see it.
     pub(crate) fn latest(&self, index: &Index, key: &[u8]) -> Option<KeyValue> {
+        self.latest_at(index, key, index.place(key, None))
+    }
+
+    /// The same when it is known where the index has the key, if it has it.
+    pub(crate) fn latest_at(
+        &self,
+        index: &Index,
+        key: &[u8],
+        at: Option<usize>,
+    ) -> Option<KeyValue> {
         let hash = self.hasher.hash_one(key);
         match self.keys.find(hash, |&place| self.events[place].key() == key) {
             Some(&place) => self.events[place].now().cloned(),
-            None => index.get(key).cloned(),
+            None => index.now(at?).cloned(),
         }
     }
 

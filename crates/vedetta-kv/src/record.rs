@@ -41,6 +41,19 @@ impl KeyValue {
         Self(Arc::from(&scratch[..]))
     }
 
+    /// Fills in the numbers of one that nobody else has yet.
+    pub(crate) fn stamp(&mut self, stamps: Stamps) {
+        if let Some(bytes) = Arc::get_mut(&mut self.0) {
+            bytes[..8].copy_from_slice(&stamps.created.0.to_le_bytes());
+            bytes[8..16].copy_from_slice(&stamps.modified.0.to_le_bytes());
+            bytes[16..24].copy_from_slice(&stamps.version.to_le_bytes());
+            let lease = stamps.lease.map_or(0, LeaseId::get);
+            bytes[24..32].copy_from_slice(&lease.to_le_bytes());
+        } else {
+            *self = Self::new(stamps, self.key(), self.value());
+        }
+    }
+
     /// A record of nothing but the key.
     pub(crate) fn bare(key: &[u8]) -> Self {
         Self::new(Stamps::default(), key, &[])
@@ -139,6 +152,12 @@ mod tests {
             assert_eq!((record.key(), record.value()), (key, value));
             assert_eq!((record.created(), record.modified()), (stamps.created, stamps.modified));
             assert_eq!((record.version(), record.lease()), (3, stamps.lease));
+            let mut stamped = KeyValue::new(Stamps::default(), key, value);
+            stamped.stamp(stamps);
+            assert_eq!(stamped, record);
+            let shared = stamped.clone();
+            stamped.stamp(Stamps { version: 4, ..stamps });
+            assert_eq!((stamped.version(), shared.version()), (4, 3), "others keep theirs");
             assert_eq!(record.without_value().key(), key);
             assert_eq!(record.without_value().version(), 3);
         }

@@ -9,11 +9,11 @@ use vedetta_core::{KeyRange, Revision};
 use vedetta_db::{CommitError, Db, Mirror, Purpose, Schema, Stop, WriteError, failpoint, rusqlite};
 
 use crate::compact::{Keep, Sweeper};
-use crate::engine::{self, Engine};
+use crate::engine::{self, Draft, Engine};
 use crate::index::{Found, Index};
 use crate::lease::{Leases, Renewal};
 use crate::load;
-use crate::pending::{LeaseChange, Pending};
+use crate::pending::{Batch, LeaseChange, Pending};
 use crate::range;
 use crate::request::{Delete, Deleted, KvError, Op, Put, PutDone, Range, Ranged, Txn, TxnDone};
 use crate::watch::{Block, Hub};
@@ -261,8 +261,9 @@ impl Store {
     pub async fn put(&self, put: Put) -> Result<PutDone, KvError> {
         engine::check_put(&put, &self.options.limits)?;
         self.check_quota()?;
+        let draft = Draft::of(&put, Some(&self.shared.index.read()));
         // The request comes back to be freed here, not on the writer thread.
-        let put = move |engine: &mut Engine<'_>| Ok((engine.put(&put)?, put));
+        let put = move |engine: &mut Engine<'_>| Ok((engine.put(&put, draft)?, put));
         let (done, _put) = self.evaluate(Purpose::Store, put).await?;
         Ok(done)
     }
@@ -501,10 +502,10 @@ impl Mirror for Publisher {
 
     fn publish(&mut self) {
         let mut pending = self.0.pending.lock();
-        let (events, leases) = pending.take();
+        let Batch { events, places, leases } = pending.take();
         {
             let mut index = self.0.index.write();
-            events.iter().for_each(|event| index.apply(event));
+            events.iter().zip(places).for_each(|(event, place)| index.apply(event, place));
             index.revision = pending.revision;
             index.compacted = pending.compacted;
         }
