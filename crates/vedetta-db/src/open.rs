@@ -20,7 +20,9 @@ use crate::log;
 use crate::readers::{ReadError, Readers};
 use crate::space::Space;
 use crate::wal::{PATIENCE, WalKeeper, start_over};
-use crate::writer::{CommitError, Message, Mirror, Purpose, Stop, Task, Tx, WriteError, Writer};
+use crate::writer::{
+    Answers, CommitError, Message, Mirror, Purpose, Stop, Task, Tx, WriteError, Writer,
+};
 
 /// "VEDT": tells our files from other SQLite files.
 const APPLICATION: i64 = 0x5645_4454;
@@ -211,6 +213,7 @@ impl Db {
                 options.ballast,
                 options.torture.look_again,
             ),
+            answers: Answers::start().map_err(unreadable)?,
             wal: WalKeeper::start(checkpoints, options.torture.checkpoint_step)
                 .map_err(unreadable)?,
             size: Arc::clone(&size),

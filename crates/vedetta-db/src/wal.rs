@@ -20,8 +20,9 @@ use crate::failpoint;
 
 /// Pages the log grows by between two checkpoints (4 MiB).
 const STEP: i32 = 1_000;
-/// Pages above which the writer itself finishes the checkpoint, so that the log starts over (64 MiB).
-const LIMIT: i32 = 16_000;
+/// Pages above which the writer itself finishes the checkpoint, so that the log starts over (12 MiB). Short
+/// on purpose: overwriting a log costs one write per fsync, a growing one two.
+const LIMIT: i32 = 3_000;
 
 /// How long a connection waits for another one.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(5);

@@ -8,6 +8,8 @@ use std::cell::{Cell, RefCell};
 use std::ops::Deref;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::mpsc::{SyncSender, sync_channel};
+use std::thread::JoinHandle;
 
 use rusqlite::{Connection, ErrorCode, Statement};
 use tokio::sync::{mpsc, oneshot};
@@ -17,7 +19,7 @@ use crate::space::Space;
 use crate::wal::{WalKeeper, is_failed_fsync};
 
 /// Commits after which the file's size is looked at again, under load.
-const MEASURE_EVERY: u32 = 16;
+const MEASURE_EVERY: u32 = 64;
 
 /// What a write does to the disk, which decides whether it may run when the disk is full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -189,8 +191,9 @@ where
 
     fn answer(self: Box<Self>, commit: Result<(), CommitError>) {
         let answer = match (self.outcome, commit) {
-            (Some(Err(reason)), _) => Err(WriteError::Refused(reason)),
+            // A refusal may rest on writes that were lost with the commit.
             (_, Err(lost)) => Err(WriteError::Lost(lost)),
+            (Some(Err(reason)), Ok(())) => Err(WriteError::Refused(reason)),
             (Some(Ok(value)), Ok(())) => Ok(value),
             (None, Ok(())) => unreachable!("a unit without an outcome is answered with an error"),
         };
@@ -205,6 +208,7 @@ pub(crate) struct Writer {
     pub(crate) batch_limit: usize,
     pub(crate) space: Space,
     pub(crate) wal: WalKeeper,
+    pub(crate) answers: Answers,
     pub(crate) size: Arc<std::sync::atomic::AtomicU64>,
     pub(crate) mirrors: Vec<Box<dyn Mirror>>,
     pub(crate) halted: bool,
@@ -212,6 +216,40 @@ pub(crate) struct Writer {
     pub(crate) since_measured: u32,
     /// A planted bug, for the torture suite: answer before the commit.
     pub(crate) answer_early: bool,
+}
+
+/// Tells callers that their writes are stored. For many at once a thread of its own does it: waking them
+/// costs about as much as writing for them, and the next batch need not wait for that.
+pub(crate) struct Answers {
+    aside: SyncSender<Vec<Box<dyn Unit>>>,
+    thread: JoinHandle<()>,
+}
+
+impl Answers {
+    /// Batches from this size on are answered aside; for smaller ones the detour would cost more.
+    const MANY: usize = 32;
+
+    pub(crate) fn start() -> std::io::Result<Self> {
+        let (aside, inbox) = sync_channel::<Vec<Box<dyn Unit>>>(4);
+        let answer = move || inbox.iter().flatten().for_each(|unit| unit.answer(Ok(())));
+        let thread = std::thread::Builder::new().name("vedetta-answers".into()).spawn(answer)?;
+        Ok(Self { aside, thread })
+    }
+
+    /// Waits for the thread when it is four batches behind.
+    fn give(&self, batch: Vec<Box<dyn Unit>>) {
+        if batch.len() < Self::MANY {
+            batch.into_iter().for_each(|unit| unit.answer(Ok(())));
+        } else {
+            // It is there as long as we are.
+            let _ = self.aside.send(batch);
+        }
+    }
+
+    fn finish(self) {
+        drop(self.aside);
+        let _ = self.thread.join();
+    }
 }
 
 /// The statements of a batch, prepared once.
@@ -268,6 +306,7 @@ impl Writer {
             self.write(connection, &mut statements, std::mem::take(&mut batch));
         }
         self.wal.finish(connection, self.halted);
+        self.answers.finish();
         Ok(())
     }
 
@@ -304,9 +343,7 @@ impl Writer {
         if reclaims {
             self.measure(statements);
         }
-        for unit in batch {
-            unit.answer(Ok(()));
-        }
+        self.answers.give(batch);
         self.wal.committed(connection);
         self.since_measured += 1;
         if !reclaims && (self.since_measured >= MEASURE_EVERY || self.inbox.is_empty()) {
