@@ -40,6 +40,8 @@ pub struct Limits {
     pub body: Duration,
     /// A watch that has nothing to say gives a sign of life this often.
     pub sign_of_life: Duration,
+    /// A client that takes no byte of what is sent to it for so long is let go.
+    pub stall: Duration,
 }
 
 impl Default for Limits {
@@ -49,6 +51,7 @@ impl Default for Limits {
             head: Duration::from_secs(10),
             body: Duration::from_secs(30),
             sign_of_life: Duration::from_secs(15),
+            stall: Duration::from_secs(60),
         }
     }
 }

@@ -20,9 +20,8 @@ const HEADERS: [(HeaderName, HeaderValue); 8] = [
         header::CONTENT_SECURITY_POLICY,
         HeaderValue::from_static(
             "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; \
-             connect-src 'self'; font-src 'self'; worker-src 'self'; manifest-src 'self'; \
-             base-uri 'none'; form-action 'self'; frame-ancestors 'none'; \
-             require-trusted-types-for 'script'; trusted-types vedetta",
+             connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; \
+             require-trusted-types-for 'script'",
         ),
     ),
     (header::X_FRAME_OPTIONS, HeaderValue::from_static("DENY")),

@@ -57,6 +57,10 @@ fn unreadable(why: &BytesRejection) -> ApiError {
     }
 }
 
+/// What a page of a list has: unless asked for another number, and at most.
+const PAGE: u64 = 100;
+const PAGE_LIMIT: u64 = 500;
+
 /// The query of an address: names and the bytes they stand for.
 pub(crate) struct Query(Vec<(String, Vec<u8>)>);
 
@@ -94,6 +98,12 @@ impl Query {
         let Some(text) = self.text(name)? else { return Ok(None) };
         let number = text.parse();
         number.map(Some).map_err(|_| ApiError::invalid(format!("{name} must be a whole number")))
+    }
+
+    /// How many a page may have: the parameter `limit`, within bounds.
+    pub(crate) fn page(&mut self) -> Result<usize, ApiError> {
+        let limit = self.number("limit")?.unwrap_or(PAGE).clamp(1, PAGE_LIMIT);
+        Ok(usize::try_from(limit).unwrap_or(usize::MAX))
     }
 
     pub(crate) fn flag(&mut self, name: &str) -> Result<bool, ApiError> {

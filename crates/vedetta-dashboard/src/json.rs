@@ -4,7 +4,7 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use vedetta_kv::{KeyValue, LeaseId};
 
 /// An answer.
@@ -22,35 +22,29 @@ impl<T: Serialize> IntoResponse for Json<T> {
     }
 }
 
-/// A key, as `key` or `key_b64`.
-#[derive(Serialize)]
-pub(crate) enum KeyText<'a> {
-    #[serde(rename = "key")]
-    Text(&'a str),
-    #[serde(rename = "key_b64")]
-    Base64(String),
+/// Bytes under a name, or under another one in base64 when they are not UTF-8.
+pub(crate) struct Text<'a> {
+    names: (&'static str, &'static str),
+    bytes: &'a [u8],
 }
 
-/// A value, as `value` or `value_b64`.
-#[derive(Serialize)]
-pub(crate) enum ValueText<'a> {
-    #[serde(rename = "value")]
-    Text(&'a str),
-    #[serde(rename = "value_b64")]
-    Base64(String),
-}
+impl<'a> Text<'a> {
+    pub(crate) fn key(bytes: &'a [u8]) -> Self {
+        Self { names: ("key", "key_b64"), bytes }
+    }
 
-impl<'a> From<&'a [u8]> for KeyText<'a> {
-    fn from(bytes: &'a [u8]) -> Self {
-        std::str::from_utf8(bytes)
-            .map_or_else(|_| Self::Base64(BASE64_STANDARD.encode(bytes)), Self::Text)
+    pub(crate) fn value(bytes: &'a [u8]) -> Self {
+        Self { names: ("value", "value_b64"), bytes }
     }
 }
 
-impl<'a> From<&'a [u8]> for ValueText<'a> {
-    fn from(bytes: &'a [u8]) -> Self {
-        std::str::from_utf8(bytes)
-            .map_or_else(|_| Self::Base64(BASE64_STANDARD.encode(bytes)), Self::Text)
+impl Serialize for Text<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let (plain, b64) = self.names;
+        match std::str::from_utf8(self.bytes) {
+            Ok(text) => serializer.collect_map([(plain, text)]),
+            Err(_) => serializer.collect_map([(b64, BASE64_STANDARD.encode(self.bytes))]),
+        }
     }
 }
 
@@ -58,9 +52,9 @@ impl<'a> From<&'a [u8]> for ValueText<'a> {
 #[derive(Serialize)]
 pub(crate) struct Entry<'a> {
     #[serde(flatten)]
-    key: KeyText<'a>,
+    key: Text<'a>,
     #[serde(flatten)]
-    state: Option<State<'a>>,
+    value: Option<Text<'a>>,
     created: u64,
     modified: u64,
     version: u64,
@@ -68,18 +62,11 @@ pub(crate) struct Entry<'a> {
     lease: Option<String>,
 }
 
-/// The part that `keys_only` leaves out.
-#[derive(Serialize)]
-struct State<'a> {
-    #[serde(flatten)]
-    value: ValueText<'a>,
-}
-
 impl<'a> Entry<'a> {
     pub(crate) fn new(entry: &'a KeyValue, keys_only: bool) -> Self {
         Self {
-            key: KeyText::from(entry.key()),
-            state: (!keys_only).then(|| State { value: ValueText::from(entry.value()) }),
+            key: Text::key(entry.key()),
+            value: (!keys_only).then(|| Text::value(entry.value())),
             created: entry.created().0,
             modified: entry.modified().0,
             version: entry.version(),

@@ -16,9 +16,6 @@ use crate::error::ApiError;
 use crate::input::{JsonBody, KeyPath, Query, lease_id, value};
 use crate::json::{Entry, Json};
 
-/// Keys on a page: unless asked for fewer, and at most.
-const PAGE: u64 = 100;
-const PAGE_LIMIT: u64 = 500;
 /// A page ends after about so many bytes of values, whatever its limit.
 const PAGE_BYTES: usize = 1 << 20;
 
@@ -67,7 +64,7 @@ pub(crate) async fn list(
 ) -> Result<Response, ApiError> {
     let prefix = KeyRange::prefix(query.bytes("prefix").unwrap_or_default());
     let mut at = query.number("revision")?.map(Revision);
-    let limit = query.number("limit")?.unwrap_or(PAGE).clamp(1, PAGE_LIMIT);
+    let limit = query.page()?;
     let keys_only = query.flag("keys_only")?;
     let mut range = Range::new(prefix.clone());
     if let Some(text) = query.text("cursor")? {
@@ -78,7 +75,7 @@ pub(crate) async fn list(
     }
     query.end()?;
     range.at = at;
-    range.limit = usize::try_from(limit).ok();
+    range.limit = Some(limit);
     let found = context.store.range(range).await?;
 
     let revision = at.unwrap_or(found.revision);

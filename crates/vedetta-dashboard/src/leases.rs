@@ -10,10 +10,7 @@ use vedetta_kv::KvError;
 use crate::api::Context;
 use crate::error::ApiError;
 use crate::input::{JsonBody, LeasePath, Query, lease_id};
-use crate::json::{Json, KeyText};
-
-const PAGE: u64 = 100;
-const PAGE_LIMIT: u64 = 500;
+use crate::json::{Json, Text};
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -62,13 +59,13 @@ pub(crate) async fn list(
     State(context): State<Context>,
     mut query: Query,
 ) -> Result<Json<Listed>, ApiError> {
-    let limit = query.number("limit")?.unwrap_or(PAGE).clamp(1, PAGE_LIMIT);
+    let limit = query.page()?;
     let after = query.text("cursor")?.as_deref().map(lease_id).transpose()?;
     query.end()?;
     let mut ids = context.store.leases();
     ids.retain(|id| after.is_none_or(|after| *id > after));
-    let more = ids.len() > usize::try_from(limit).unwrap_or(usize::MAX);
-    ids.truncate(usize::try_from(limit).unwrap_or(usize::MAX));
+    let more = ids.len() > limit;
+    ids.truncate(limit);
     let cursor = ids.last().filter(|_| more).map(ToString::to_string);
     // One may have gone meanwhile.
     let infos = ids.into_iter().filter_map(|id| context.store.lease(id));
@@ -84,13 +81,7 @@ pub(crate) async fn list(
 struct Shown<'a> {
     #[serde(flatten)]
     lease: Lease,
-    keys: Vec<Key<'a>>,
-}
-
-#[derive(Serialize)]
-struct Key<'a> {
-    #[serde(flatten)]
-    key: KeyText<'a>,
+    keys: Vec<Text<'a>>,
 }
 
 pub(crate) async fn show(
@@ -104,7 +95,7 @@ pub(crate) async fn show(
             ttl_ms: millis(info.ttl),
             remaining_ms: millis(info.remaining),
         },
-        keys: info.keys.iter().map(|key| Key { key: KeyText::from(&key[..]) }).collect(),
+        keys: info.keys.iter().map(|key| Text::key(key)).collect(),
     });
     Ok(shown.into_response())
 }

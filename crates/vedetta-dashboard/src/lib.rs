@@ -5,8 +5,8 @@
 //! ```
 //!
 //! JSON under `/api/v1`, server-sent events for watches, one page that shows the store live. Everything
-//! a client can send is bounded: connections, time for the head and the body, sizes, page lengths. How
-//! anything is stored is not this crate's business.
+//! a client can send is bounded: connections, time for the head and the body, sizes, page lengths; and so is
+//! the time it may leave an answer unread. How anything is stored is not this crate's business.
 
 mod api;
 mod error;
@@ -16,6 +16,7 @@ mod json;
 mod kv;
 mod leases;
 mod page;
+mod patience;
 mod serve;
 mod watch;
 

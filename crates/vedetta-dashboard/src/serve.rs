@@ -12,13 +12,14 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::api::{Api, Context, router};
+use crate::api::{Api, Context, Limits, router};
+use crate::patience::Patient;
 
 /// How long to wait when the system has no room for another connection.
 const OUT_OF_ROOM: Duration = Duration::from_millis(100);
 
 /// Serves until `stop`; then accepts nothing new, ends watches, finishes the requests that run, and
-/// returns. Dropped, it lets go of all connections at once.
+/// returns. A client that does not take its answer holds this up for a second. Dropped, it lets go of all connections at once.
 pub async fn serve(listener: TcpListener, api: Api, stop: CancellationToken) {
     let Ok(address) = listener.local_addr() else { return };
     let limits = Arc::new(api.limits);
@@ -41,7 +42,7 @@ pub async fn serve(listener: TcpListener, api: Api, stop: CancellationToken) {
             Some(_) = connections.join_next() => {}
             (accepted, place) = next => match accepted {
                 Ok((stream, _)) => {
-                    let talk = converse(stream, router.clone(), limits.head, stop.clone());
+                    let talk = converse(stream, router.clone(), Arc::clone(&limits), stop.clone());
                     connections.spawn(async move {
                         talk.await;
                         drop(place);
@@ -59,13 +60,14 @@ pub async fn serve(listener: TcpListener, api: Api, stop: CancellationToken) {
 }
 
 /// One connection, request after request.
-async fn converse(stream: TcpStream, router: Router, head: Duration, stop: CancellationToken) {
+async fn converse(stream: TcpStream, router: Router, limits: Arc<Limits>, stop: CancellationToken) {
     let _ = stream.set_nodelay(true);
+    let patient = Patient::new(stream, limits.stall, stop.clone());
     // The head's time also runs while the connection is silent, so a client that says nothing is let go.
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
-        .header_read_timeout(head)
-        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+        .header_read_timeout(limits.head)
+        .serve_connection(TokioIo::new(patient), TowerToHyperService::new(router));
     let mut connection = std::pin::pin!(connection);
     // How a connection ends is the client's business.
     tokio::select! {

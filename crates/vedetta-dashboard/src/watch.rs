@@ -20,10 +20,12 @@ use vedetta_kv::{Batch, Cause, Change, Event, WatchError, WatchOptions, Watcher}
 use crate::api::Context;
 use crate::error::ApiError;
 use crate::input::Query;
-use crate::json::{Entry, KeyText};
+use crate::json::{Entry, Text};
 
 /// A client that lost the line comes back after this many milliseconds.
 const RETRY_MS: u32 = 1000;
+/// A client is handed about so many bytes at a time; a revision is never split.
+const PIECE: usize = 64 << 10;
 
 pub(crate) async fn watch(
     State(context): State<Context>,
@@ -48,40 +50,85 @@ pub(crate) async fn watch(
     let feed = match context.store.watch(range, options) {
         Ok(watcher) => {
             let hello = format!("retry: {RETRY_MS}\nid: {}\n\n", watcher.progress());
-            Feed { hello: Some(hello.into()), watcher: Some(watcher), context }
+            Feed { hello: Some(hello.into()), watcher: Some(watcher), rest: None, context }
         }
-        Err(error) => Feed { hello: Some(farewell(&error)), watcher: None, context },
+        Err(error) => Feed { hello: Some(farewell(&error)), watcher: None, rest: None, context },
     };
     let body = Body::from_stream(stream::unfold(feed, Feed::next));
     Ok(([(header::CONTENT_TYPE, "text/event-stream")], body).into_response())
 }
 
-/// A watch on its way to a client. It is asked for more only when the client has taken what came before.
+/// A watch on its way to a client. It is asked for more only when the client has taken what came before,
+/// so a client has one piece in memory, whatever became durable at once.
 struct Feed {
     hello: Option<Bytes>,
     watcher: Option<Watcher>,
+    rest: Option<Rest>,
     context: Context,
+}
+
+/// What the watcher handed out, from a revision on.
+struct Rest {
+    batch: Batch,
+    from: Revision,
 }
 
 impl Feed {
     async fn next(mut self) -> Option<(Result<Bytes, Infallible>, Self)> {
+        if self.context.stop.is_cancelled() {
+            return None;
+        }
         if let Some(hello) = self.hello.take() {
             return Some((Ok(hello), self));
         }
-        let watcher = self.watcher.as_mut()?;
-        let quiet = tokio::time::sleep(self.context.limits.sign_of_life);
-        let message = tokio::select! {
-            () = self.context.stop.cancelled() => return None,
-            next = watcher.next() => match next {
-                Ok(batch) => messages(&batch),
-                Err(error) => {
-                    self.watcher = None;
-                    farewell(&error)
+        loop {
+            if let Some(rest) = &mut self.rest {
+                if let Some(piece) = rest.piece() {
+                    return Some((Ok(piece), self));
                 }
-            },
-            () = quiet => format!("id: {}\n\n", watcher.progress()).into(),
-        };
-        Some((Ok(message), self))
+                self.rest = None;
+            }
+            let watcher = self.watcher.as_mut()?;
+            let quiet = tokio::time::sleep(self.context.limits.sign_of_life);
+            let message = tokio::select! {
+                () = self.context.stop.cancelled() => return None,
+                next = watcher.next() => match next {
+                    Ok(batch) => {
+                        self.rest = Some(Rest { batch, from: Revision(0) });
+                        continue;
+                    }
+                    Err(error) => {
+                        self.watcher = None;
+                        farewell(&error)
+                    }
+                },
+                () = quiet => format!("id: {}\n\n", watcher.progress()).into(),
+            };
+            return Some((Ok(message), self));
+        }
+    }
+}
+
+impl Rest {
+    /// The next messages, one for each revision; `None` when there are no more.
+    fn piece(&mut self) -> Option<Bytes> {
+        let mut out = Vec::new();
+        let from = self.from;
+        let mut events = self.batch.iter().skip_while(|event| event.revision < from).peekable();
+        while out.len() < PIECE
+            && let Some(first) = events.next()
+        {
+            let revision = first.revision;
+            let mut told = vec![Told::from(first)];
+            while let Some(event) = events.next_if(|event| event.revision == revision) {
+                told.push(Told::from(event));
+            }
+            out.extend_from_slice(format!("event: kv\nid: {revision}\ndata: ").as_bytes());
+            write_json(&mut out, &Message { revision: revision.0, events: told });
+            out.extend_from_slice(b"\n\n");
+            self.from = revision.next();
+        }
+        (!out.is_empty()).then(|| out.into())
     }
 }
 
@@ -105,7 +152,7 @@ struct Told<'a> {
 #[serde(untagged)]
 enum What<'a> {
     Put(Entry<'a>),
-    Gone(KeyText<'a>),
+    Gone(Text<'a>),
 }
 
 impl<'a> From<&'a Event> for Told<'a> {
@@ -117,28 +164,12 @@ impl<'a> From<&'a Event> for Told<'a> {
                     Cause::Asked => "delete",
                     Cause::Expired => "expire",
                 };
-                (kind, What::Gone(KeyText::from(&key[..])))
+                (kind, What::Gone(Text::key(key)))
             }
         };
         let previous = event.previous.as_ref().map(|before| Entry::new(before, false));
         Self { kind, what, previous }
     }
-}
-
-fn messages(batch: &Batch) -> Bytes {
-    let mut out = Vec::new();
-    let mut events = batch.iter().peekable();
-    while let Some(first) = events.next() {
-        let revision = first.revision;
-        let mut told = vec![Told::from(first)];
-        while let Some(event) = events.next_if(|event| event.revision == revision) {
-            told.push(Told::from(event));
-        }
-        out.extend_from_slice(format!("event: kv\nid: {revision}\ndata: ").as_bytes());
-        write_json(&mut out, &Message { revision: revision.0, events: told });
-        out.extend_from_slice(b"\n\n");
-    }
-    out.into()
 }
 
 #[derive(Serialize)]
@@ -173,4 +204,56 @@ fn farewell(error: &WatchError) -> Bytes {
 /// JSON has no line breaks of its own, so it fits the one line of a message.
 fn write_json(out: &mut Vec<u8>, value: &impl Serialize) {
     serde_json::to_writer(out, value).expect("strings and numbers are always JSON");
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+    use std::sync::Arc;
+
+    use tokio_util::sync::CancellationToken;
+    use vedetta_kv::{Put, SCHEMA, Store};
+
+    use super::*;
+    use crate::api::Limits;
+
+    #[tokio::test]
+    async fn what_became_durable_at_once_is_handed_out_in_pieces_of_whole_revisions() {
+        let folder = tempfile::tempdir().unwrap();
+        let options = vedetta_db::Options::new(folder.path().join("vedetta.db"));
+        let db = vedetta_db::Db::open(&options, &[SCHEMA]).unwrap();
+        let store = Store::open(db, vedetta_kv::Options::default()).await.unwrap();
+        let value = "v".repeat(PIECE / 4);
+        let puts = (0..64).map(|n| store.put(Put::new(format!("k{n}"), value.clone())));
+        futures_util::future::try_join_all(puts).await.unwrap();
+
+        let from = WatchOptions { from: Some(Revision(2)), ..WatchOptions::default() };
+        let watcher = store.watch(KeyRange::prefix(""), from).unwrap();
+        let mut feed = Feed {
+            hello: None,
+            watcher: Some(watcher),
+            rest: None,
+            context: Context {
+                store: store.clone(),
+                limits: Arc::new(Limits::default()),
+                stop: CancellationToken::new(),
+                listening: Ipv4Addr::LOCALHOST.into(),
+            },
+        };
+        let mut told = Vec::new();
+        while told.len() < 64 {
+            let (piece, rest) = feed.next().await.unwrap();
+            feed = rest;
+            let piece = piece.unwrap();
+            assert!(piece.len() < 2 * PIECE, "{} bytes at once", piece.len());
+            let text = std::str::from_utf8(&piece).unwrap();
+            let ids = text.lines().filter_map(|line| line.strip_prefix("id: "));
+            told.extend(ids.map(|id| id.parse::<u64>().unwrap()));
+            assert!(text.ends_with("\n\n"));
+        }
+        assert_eq!(told, (2..66).collect::<Vec<_>>(), "each once, in order");
+        feed.context.stop.cancel();
+        assert!(feed.next().await.is_none(), "a stop ends it");
+        store.close().await;
+    }
 }

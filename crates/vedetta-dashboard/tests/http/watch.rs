@@ -192,3 +192,35 @@ async fn a_client_that_says_nothing_or_half_a_head_or_half_a_body_is_let_go() {
     assert!(endings.contains(&Some("408".to_owned())) && endings.contains(&Some("200".to_owned())));
     server.end().await;
 }
+
+/// A watch whose client reads nothing, and more than the system holds for it.
+async fn stuck(server: &Server) -> TcpStream {
+    let mut line = TcpStream::connect(server.address).await.unwrap();
+    let request = format!("GET /api/v1/watch?prefix= HTTP/1.1\r\nHost: {}\r\n\r\n", server.address);
+    line.write_all(request.as_bytes()).await.unwrap();
+    server.until_watchers(1).await;
+    for n in 0..64 {
+        let put = Put::new(format!("k{n}"), vec![b'v'; 512 << 10]);
+        server.store.put(put).await.unwrap();
+    }
+    line
+}
+
+#[tokio::test]
+async fn a_client_that_never_reads_its_watch_is_let_go() {
+    let limits = Limits { stall: Duration::from_millis(300), ..Limits::default() };
+    let server = Server::with(limits).await;
+    let line = stuck(&server).await;
+    server.until_watchers(0).await;
+    drop(line);
+    server.end().await;
+}
+
+#[tokio::test]
+async fn a_client_that_never_reads_does_not_hold_up_a_stop() {
+    let server = Server::start().await;
+    let line = stuck(&server).await;
+    assert_eq!(server.store.status().watchers, 1, "it has its minute");
+    server.end().await;
+    drop(line);
+}

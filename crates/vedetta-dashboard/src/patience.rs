@@ -1,0 +1,92 @@
+//! Sending to clients that may not listen.
+
+use std::io::{self, IoSlice};
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+use tokio::time::{Instant, Sleep};
+use tokio_util::sync::CancellationToken;
+
+/// While stopping there is less patience: what is ready to be sent is little, and everybody waits for it.
+const STOPPING: Duration = Duration::from_secs(1);
+
+/// A connection that fails when its client takes no byte of what is sent for too long. Without it such
+/// a client would keep its place, and a watch, for ever.
+pub(crate) struct Patient {
+    stream: TcpStream,
+    limit: Duration,
+    stop: CancellationToken,
+    /// Nothing is taken: the end of the patience with it.
+    stalled: Option<Pin<Box<Sleep>>>,
+}
+
+impl Patient {
+    pub(crate) fn new(stream: TcpStream, limit: Duration, stop: CancellationToken) -> Self {
+        Self { stream, limit, stop, stalled: None }
+    }
+
+    fn write(
+        &mut self,
+        cx: &mut Context<'_>,
+        write: impl FnOnce(Pin<&mut TcpStream>, &mut Context<'_>) -> Poll<io::Result<usize>>,
+    ) -> Poll<io::Result<usize>> {
+        if let Poll::Ready(done) = write(Pin::new(&mut self.stream), cx) {
+            self.stalled = None;
+            return Poll::Ready(done);
+        }
+        let limit = self.limit;
+        let end = self.stalled.get_or_insert_with(|| Box::pin(tokio::time::sleep(limit)));
+        // A stop wakes the connection, so the shorter time counts from then on.
+        if self.stop.is_cancelled() && self.limit > STOPPING {
+            self.limit = STOPPING;
+            let sooner = end.deadline().min(Instant::now() + STOPPING);
+            end.as_mut().reset(sooner);
+        }
+        ready!(end.as_mut().poll(cx));
+        tracing::debug!("a client takes nothing of what is sent to it: letting it go");
+        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+    }
+}
+
+impl AsyncRead for Patient {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(cx, buffer)
+    }
+}
+
+impl AsyncWrite for Patient {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        self.write(cx, |stream, cx| stream.poll_write(cx, bytes))
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        parts: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.write(cx, |stream, cx| stream.poll_write_vectored(cx, parts))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
