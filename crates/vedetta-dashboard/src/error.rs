@@ -80,7 +80,9 @@ impl From<KvError> for ApiError {
                     "read the present, or revision {oldest} or later, and go on from there"
                 ))
             }
-            KvError::RequestTooLarge { .. } => Self::too_large(message),
+            KvError::ValueTooLarge { .. } | KvError::RequestTooLarge { .. } => {
+                Self::too_large(message)
+            }
             KvError::KeyNotFound(_) | KvError::LeaseNotFound(_) => Self::not_found(message),
             KvError::LeaseExists(_) => Self::conflict(message).hint("choose another id, or none"),
             KvError::Future { .. }

@@ -76,6 +76,7 @@ pub(crate) async fn list(
     query.end()?;
     range.at = at;
     range.limit = Some(limit);
+    range.uncounted = true; // the rest of the list is not looked at
     let found = context.store.range(range).await?;
 
     let revision = at.unwrap_or(found.revision);
