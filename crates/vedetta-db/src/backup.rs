@@ -15,6 +15,9 @@ pub enum BackupError {
     /// Choose another name: a backup never overwrites.
     #[error("{} exists already", .0.display())]
     Exists(PathBuf),
+    /// SQLite takes names in UTF-8 only: choose another.
+    #[error("{} is not a name in UTF-8", .0.display())]
+    Unspeakable(PathBuf),
     /// There is nothing to back up at that place.
     #[error("there is no database at {}", .0.display())]
     Missing(PathBuf),
@@ -61,8 +64,9 @@ fn write_draft(database: &Path, draft: &Path) -> Result<(), BackupError> {
     let source = Connection::open_with_flags(database, OpenFlags::SQLITE_OPEN_READ_ONLY)?;
     source.busy_timeout(std::time::Duration::from_secs(5))?;
     // An empty file is taken as it is, so the copy is as private as the original.
+    let name = draft.to_str().ok_or_else(|| BackupError::Unspeakable(draft.to_owned()))?;
     crate::open::create_private(draft)?;
-    source.execute("VACUUM INTO ?1", [draft.to_string_lossy()])?;
+    source.execute("VACUUM INTO ?1", [name])?;
     let copy = Connection::open_with_flags(draft, OpenFlags::SQLITE_OPEN_READ_WRITE)?;
     copy.execute_batch(
         "CREATE TABLE IF NOT EXISTS vedetta_backup (taken_at TEXT NOT NULL) STRICT;

@@ -355,11 +355,14 @@ pub fn damage(file: &Path) -> rusqlite::Result<Vec<String>> {
 }
 
 /// Opens a file to look at it, changing nothing; works beside the process that has it. Refuses what
-/// [`Db::open`] refuses.
-pub fn inspect(file: &Path, schemas: &[Schema]) -> Result<Connection, OpenError> {
+/// [`Db::open`] refuses. The log can only be judged when nobody writes to it: `idle` says so.
+pub fn inspect(file: &Path, schemas: &[Schema], idle: bool) -> Result<Connection, OpenError> {
     let options = Options::new(file);
-    fs::File::open(file)
-        .map_err(|source| OpenError::Unreadable { file: options.file.clone(), source })?;
+    let unreadable = |source| OpenError::Unreadable { file: options.file.clone(), source };
+    fs::File::open(file).map_err(unreadable)?;
+    if idle && log::is_damaged(file).map_err(unreadable)? {
+        return Err(OpenError::DamagedLog { file: options.file.clone() });
+    }
     let connection = options
         .connect(OpenFlags::SQLITE_OPEN_READ_ONLY)
         .map_err(|source| OpenError::Sql { file: options.file.clone(), source })?;
@@ -419,6 +422,8 @@ fn prepare(connection: &Connection, synchronous: &str) -> rusqlite::Result<()> {
     switch.query_map([], |_| Ok(()))?.collect::<rusqlite::Result<()>>()?;
     connection.pragma_update(None, "synchronous", synchronous)?;
     connection.pragma_update(None, "wal_autocheckpoint", 0)?;
+    // A reader that stays long, such as a backup, lets the log grow; this cuts it back.
+    connection.pragma_update(None, "journal_size_limit", 64 << 20)?;
     connection.pragma_update(None, "cache_size", -16_384)?;
     connection.pragma_update(None, "temp_store", "MEMORY")
 }

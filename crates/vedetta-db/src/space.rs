@@ -13,7 +13,7 @@
 //! shrinks, but its free pages count as room, and the log gives back what it no longer needs.
 
 use std::fs::{self, File, OpenOptions};
-use std::io;
+use std::io::{self, ErrorKind};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -36,7 +36,11 @@ pub(crate) struct Space {
 #[derive(Debug)]
 enum Standing {
     Ample,
-    Full { looked: Instant },
+    Full {
+        looked: Instant,
+        /// A write that frees space met the full disk, too: the reserve is for the next one.
+        spent: bool,
+    },
 }
 
 impl Space {
@@ -44,31 +48,31 @@ impl Space {
     pub(crate) fn new(ballast: PathBuf, size: u64, look_again: Option<Duration>) -> Self {
         let look_again = look_again.unwrap_or(LOOK_AGAIN);
         let mut space = Self { ballast, size, look_again, standing: Standing::Ample };
-        if let Err(e) = space.lay_ballast() {
-            tracing::warn!(error = %e, "no room for the ballast file; the disk is almost full");
-            space.standing = Standing::Full { looked: Instant::now() };
+        if !space.lay_ballast() {
+            tracing::warn!("no room for the ballast file: the disk is almost full");
+            space.standing = Standing::Full { looked: Instant::now(), spent: false };
         }
         space
     }
 
-    /// A write met a full disk.
-    pub(crate) fn ran_out(&mut self) {
+    /// A write met a full disk; `reclaiming` when it would have freed space.
+    pub(crate) fn ran_out(&mut self, reclaiming: bool) {
         if matches!(self.standing, Standing::Ample) {
             tracing::error!("the disk is full: refusing writes until there is room");
         }
-        self.standing = Standing::Full { looked: Instant::now() };
+        self.standing = Standing::Full { looked: Instant::now(), spent: reclaiming };
     }
 
     /// Whether writes that take room may run. Looks at the disk again now and then while it is full:
     /// `shrink` then gives back what it can, and tells how many bytes are free inside the file.
     pub(crate) fn may_store(&mut self, shrink: impl FnOnce() -> u64) -> bool {
-        let Standing::Full { looked } = self.standing else { return true };
+        let Standing::Full { looked, spent } = self.standing else { return true };
         if looked.elapsed() < self.look_again {
             return false;
         }
-        self.standing = Standing::Full { looked: Instant::now() };
+        self.standing = Standing::Full { looked: Instant::now(), spent };
         let inside = shrink();
-        let has_room = self.lay_ballast().is_ok()
+        let has_room = self.lay_ballast()
             && self.free().is_some_and(|free| free.saturating_add(inside) >= MARGIN);
         if has_room {
             tracing::info!("the disk has room again: taking writes");
@@ -77,15 +81,32 @@ impl Space {
         has_room
     }
 
-    /// Gives up the reserve for writes that free space.
+    /// Gives up the reserve for writes that free space, once one of them has met the full disk.
     pub(crate) fn make_room(&mut self) {
-        if matches!(self.standing, Standing::Full { .. }) && fs::remove_file(&self.ballast).is_ok()
+        if matches!(self.standing, Standing::Full { spent: true, .. })
+            && fs::remove_file(&self.ballast).is_ok()
         {
             tracing::warn!("gave up the ballast file so that deletes and compaction can run");
         }
     }
 
-    fn lay_ballast(&self) -> io::Result<()> {
+    /// Whether there is room for the ballast. A disk that cannot reserve room, as some network file
+    /// systems, is used without.
+    fn lay_ballast(&mut self) -> bool {
+        match self.try_lay_ballast() {
+            Ok(()) => true,
+            Err(e) if matches!(e.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded) => {
+                false
+            }
+            Err(e) => {
+                tracing::warn!(error = %e, "cannot keep a ballast file; going on without");
+                self.size = 0;
+                true
+            }
+        }
+    }
+
+    fn try_lay_ballast(&self) -> io::Result<()> {
         if self.size == 0 || fs::metadata(&self.ballast).is_ok_and(|m| m.len() >= self.size) {
             return Ok(());
         }
@@ -124,12 +145,16 @@ mod tests {
         space.make_room();
         assert!(ballast.exists(), "nothing is given up while there is room");
 
-        space.ran_out();
+        space.ran_out(false);
         assert!(!space.may_store(|| 0), "just found full: not looked at again at once");
+        space.make_room();
+        assert!(ballast.exists(), "it is kept for a write that frees space and finds none");
+        space.ran_out(true);
         space.make_room();
         assert!(!ballast.exists());
 
-        space.standing = Standing::Full { looked: Instant::now().checked_sub(LOOK_AGAIN).unwrap() };
+        space.standing =
+            Standing::Full { looked: Instant::now().checked_sub(LOOK_AGAIN).unwrap(), spent: true };
         assert!(space.may_store(|| 0), "this disk has room");
         assert_eq!(fs::metadata(&ballast).unwrap().len(), 1 << 20);
     }

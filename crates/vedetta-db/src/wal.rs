@@ -110,7 +110,14 @@ impl WalKeeper {
 /// After a failed fsync the system shows what it has dropped as if it were on the disk, and so does
 /// SQLite. Commits after that in the same log would be lost with it in a power cut.
 pub(crate) fn start_over(connection: &Connection) -> rusqlite::Result<()> {
-    connection.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(()))
+    let sql = "PRAGMA wal_checkpoint(TRUNCATE)";
+    let busy: i64 = connection.query_row(sql, [], |row| row.get(0))?;
+    if busy == 0 {
+        return Ok(());
+    }
+    let cause = rusqlite::ffi::Error::new(rusqlite::ffi::SQLITE_BUSY);
+    let what = "a backup or a check is reading it: try again when that is done";
+    Err(rusqlite::Error::SqliteFailure(cause, Some(what.into())))
 }
 
 fn keep_short(connection: &Connection, nudged: &Receiver<()>, broken: &AtomicBool) {

@@ -328,7 +328,8 @@ impl Writer {
                     let _ = statements.rollback.execute([]);
                 }
                 self.mirrors.iter_mut().for_each(|m| m.discard());
-                let error = self.classify(error);
+                let reclaiming = batch.iter().all(|unit| unit.purpose() == Purpose::Reclaim);
+                let error = self.classify(error, reclaiming);
                 batch.into_iter().for_each(|unit| unit.answer(Err(error.clone())));
                 return;
             }
@@ -467,15 +468,17 @@ impl Writer {
             statements.release.execute([])?;
         }
         Ok(match ran {
-            Ok(Ran::Broke(error)) => UnitRan::Failed(self.classify(error)),
+            Ok(Ran::Broke(error)) => {
+                UnitRan::Failed(self.classify(error, unit.purpose() == Purpose::Reclaim))
+            }
             Ok(_) => UnitRan::Undone,
             Err(_) => UnitRan::Failed(CommitError::Panicked),
         })
     }
 
-    fn classify(&mut self, error: rusqlite::Error) -> CommitError {
+    fn classify(&mut self, error: rusqlite::Error, reclaiming: bool) -> CommitError {
         if error.sqlite_error_code() == Some(ErrorCode::DiskFull) {
-            self.space.ran_out();
+            self.space.ran_out(reclaiming);
             return CommitError::Full;
         }
         self.halted = self.halted || is_failed_fsync(&error);

@@ -7,6 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -15,7 +16,7 @@ use bytes::Bytes;
 use rusqlite::{Connection, OptionalExtension as _};
 use tokio::sync::oneshot;
 use vedetta_core::Revision;
-use vedetta_db::{Db, Purpose, Stop, Tx, WriteError, failpoint, rusqlite};
+use vedetta_db::{CommitError, Db, Purpose, Stop, Tx, WriteError, failpoint, rusqlite};
 
 use crate::codec;
 use crate::index::Index;
@@ -50,6 +51,7 @@ impl Default for Keep {
 #[derive(Clone)]
 pub(crate) struct Sweeper {
     orders: SyncSender<Order>,
+    closing: Arc<AtomicBool>,
 }
 
 enum Order {
@@ -64,9 +66,10 @@ impl Sweeper {
         keep: Keep,
     ) -> std::io::Result<(Self, JoinHandle<()>)> {
         let (orders, inbox) = sync_channel(64);
-        let sweep = Sweep { shared, db, keep };
+        let closing = Arc::new(AtomicBool::new(false));
+        let sweep = Sweep { shared, db, keep, closing: Arc::clone(&closing) };
         let thread = spawn("vedetta-compact", move || sweep.run(&inbox))?;
-        Ok((Self { orders }, thread))
+        Ok((Self { orders, closing }, thread))
     }
 
     /// Sweeps up to the mark; the answer comes when that is done.
@@ -78,6 +81,7 @@ impl Sweeper {
     }
 
     pub(crate) fn close(&self) {
+        self.closing.store(true, Ordering::Relaxed);
         let _ = self.orders.send(Order::Close);
     }
 }
@@ -86,6 +90,7 @@ struct Sweep {
     shared: Arc<Shared>,
     db: Db,
     keep: Keep,
+    closing: Arc<AtomicBool>,
 }
 
 /// Why a sweep stopped early.
@@ -119,14 +124,22 @@ impl Sweep {
     }
 
     fn sweep(&self) -> Result<(), SweepError> {
+        let mut met_full_disk = false;
         loop {
             let compacted = self.shared.index.read().compacted;
             let plan = self.db.read_blocking(|c| Ok(plan(c, &self.shared, compacted)))?;
             let plan = plan.map_err(KvError::from)?;
             let finished = plan.finished;
-            self.carry_out(plan)?;
-            if finished {
-                return Ok(());
+            match self.carry_out(plan) {
+                // The next try may use the room kept for it.
+                Err(SweepError::Kv(KvError::Lost(CommitError::Full))) if !met_full_disk => {
+                    met_full_disk = true;
+                    continue;
+                }
+                done => done?,
+            }
+            if finished || self.closing.load(Ordering::Relaxed) {
+                return Ok(()); // the next start goes on with what is left
             }
         }
     }
@@ -165,11 +178,13 @@ impl Sweep {
             let index = self.shared.index.read();
             (index.revision, index.compacted)
         };
-        let by_count = self.keep.revisions.map(|keep| Revision(current.0.saturating_sub(keep)));
+        let by_count = self.keep.revisions.and_then(|keep| {
+            let target = current.0.saturating_sub(keep);
+            (target >= oldest.0 + (keep / 20).max(1)).then_some(Revision(target))
+        });
         let by_age = self.keep.age.and_then(|age| self.revision_before(now_ms, age));
-        let Some(target) = by_count.max(by_age) else { return };
-        let worth = self.keep.revisions.map_or(1, |keep| (keep / 20).max(1));
-        if target.0 < oldest.0 + worth && by_age.is_none_or(|by_age| by_age <= oldest) {
+        let Some(target) = by_count.max(by_age).map(|target| target.min(current)) else { return };
+        if target <= oldest {
             return;
         }
         let shared = Arc::clone(&self.shared);
@@ -191,7 +206,7 @@ impl Sweep {
     fn revision_before(&self, now_ms: i64, age: Duration) -> Option<Revision> {
         let current = self.shared.index.read().revision.0.cast_signed();
         let then_ms = now_ms.saturating_sub(i64::try_from(age.as_millis()).unwrap_or(i64::MAX));
-        let noted = self.db.write_blocking(Purpose::Reclaim, move |connection| {
+        let noted = self.db.write_blocking(Purpose::Store, move |connection| {
             let last: Option<i64> =
                 connection.query_row("SELECT max(revision) FROM mark", [], |row| row.get(0))?;
             if last != Some(current) {
@@ -325,4 +340,67 @@ fn strike(
     codec::encode(revision, &kept, &mut row);
     meta.sum ^= codec::stamp(&row).unwrap_or_default();
     Ok(Some((revision, Some(row))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Options, Put, SCHEMA, Store};
+
+    /// A store with 100 revisions, and a sweep with that policy whose thread does not run.
+    async fn store(keep: Keep) -> (tempfile::TempDir, Store, Sweep) {
+        let folder = tempfile::tempdir().unwrap();
+        let mut options = vedetta_db::Options::new(folder.path().join("vedetta.db"));
+        options.ballast = 0;
+        let db = Db::open(&options, &[SCHEMA]).unwrap();
+        let off = Options { keep: Keep { revisions: None, age: None }, ..Options::default() };
+        let store = Store::open(db.clone(), off).await.unwrap();
+        write(&store, 100).await;
+        let shared = Arc::clone(&store.shared);
+        (folder, store, Sweep { shared, db, keep, closing: Arc::default() })
+    }
+
+    async fn write(store: &Store, puts: u32) {
+        for n in 0..puts {
+            store.put(Put::new("k", n.to_string())).await.unwrap();
+        }
+    }
+
+    async fn follow(sweep: Sweep, now_ms: i64) -> Sweep {
+        let followed = tokio::task::spawn_blocking(move || {
+            sweep.follow_policy(now_ms);
+            sweep
+        });
+        followed.await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn the_policy_keeps_the_newest_revisions() {
+        let (_folder, store, sweep) = store(Keep { revisions: Some(60), age: None }).await;
+        let sweep = follow(sweep, 0).await;
+        assert_eq!(store.status().compacted, Revision(41));
+        write(&store, 2).await;
+        let sweep = follow(sweep, 0).await;
+        assert_eq!(store.status().compacted, Revision(41), "two more are not worth the work");
+        write(&store, 10).await;
+        follow(sweep, 0).await;
+        assert_eq!(store.status().compacted, Revision(53));
+        store.close().await;
+    }
+
+    #[tokio::test]
+    async fn the_policy_keeps_what_is_young() {
+        let keep = Keep { revisions: None, age: Some(Duration::from_secs(60)) };
+        let (_folder, store, sweep) = store(keep).await;
+        let sweep = follow(sweep, 1_000_000).await; // the store is at 101
+        assert_eq!(store.status().compacted, Revision(0), "nothing is known to be old");
+        write(&store, 10).await;
+        let sweep = follow(sweep, 1_030_000).await; // and at 111 half a minute later
+        assert_eq!(store.status().compacted, Revision(0));
+        let sweep = follow(sweep, 1_061_000).await;
+        assert_eq!(store.status().compacted, Revision(101), "that was more than a minute ago");
+        follow(sweep, 1_091_000).await;
+        assert_eq!(store.status().compacted, Revision(111));
+        store.close().await;
+    }
 }

@@ -166,7 +166,7 @@ impl<'a> Engine<'a> {
         let at =
             range::resolve(request.at, current, self.pending.compacted).map_err(Stop::Refused)?;
         let mut found = self.pending.collect(self.index, &request.range, at);
-        let count = found.len();
+        let count = if request.uncounted { 0 } else { found.len() };
         found.truncate(range::enough(request));
         Ok(range::finish(request, self.values(found)?, count, current))
     }
@@ -246,6 +246,9 @@ pub(crate) fn check_put(put: &Put, limits: &Limits) -> Result<usize, KvError> {
         PutValue::Set(value) => value.len(),
         PutValue::Keep => 0,
     };
+    if value > limits.value {
+        return Err(KvError::ValueTooLarge { size: value, limit: limits.value });
+    }
     check_size(put.key.len() + value, limits)
 }
 
@@ -267,20 +270,22 @@ pub(crate) fn check_range(range: &KeyRange) -> Result<usize, KvError> {
 
 /// The same for a transaction, all branches included.
 pub(crate) fn check_txn(txn: &Txn, limits: &Limits) -> Result<(), KvError> {
-    check_size(check_branches(txn, limits, 0)?, limits)?;
+    check_size(check_branches(txn, limits, limits.ops, 0)?, limits)?;
     claims(&txn.then)?;
     claims(&txn.otherwise)?;
     Ok(())
 }
 
-fn check_branches(txn: &Txn, limits: &Limits, depth: usize) -> Result<usize, KvError> {
+/// `left` is how many operations the transactions around it leave: a nested one counts its own.
+fn check_branches(txn: &Txn, limits: &Limits, left: usize, depth: usize) -> Result<usize, KvError> {
     if depth == DEPTH {
         return Err(KvError::TooDeep { limit: DEPTH });
     }
     let ops = txn.when.len().max(txn.then.len()).max(txn.otherwise.len());
-    if ops > limits.ops {
-        return Err(KvError::TooManyOps { ops, limit: limits.ops });
+    if ops > left {
+        return Err(KvError::TooManyOps { ops: limits.ops - left + ops, limit: limits.ops });
     }
+    let left = left - ops;
     let mut size = 0;
     for compare in &txn.when {
         size += check_range(&compare.range)?;
@@ -293,7 +298,7 @@ fn check_branches(txn: &Txn, limits: &Limits, depth: usize) -> Result<usize, KvE
             Op::Range(range) => check_range(&range.range)?,
             Op::Put(put) => check_put(put, limits)?,
             Op::Delete(delete) => check_range(&delete.range)?,
-            Op::Txn(txn) => check_branches(txn, limits, depth + 1)?,
+            Op::Txn(txn) => check_branches(txn, limits, left, depth + 1)?,
         };
     }
     Ok(size)

@@ -118,6 +118,7 @@ impl Leases {
         let mut state = self.state.lock();
         let earliest = state.deadlines.peek().map(|Reverse((at, _))| *at);
         changes.iter().for_each(|change| state.change(change));
+        state.tidy();
         events.iter().for_each(|event| state.attach(event));
         if state.deadlines.peek().map(|Reverse((at, _))| *at) != earliest {
             self.changed.notify_all();
@@ -235,6 +236,14 @@ impl State {
         }
     }
 
+    /// Drops the entries of leases that were revoked long before their time, when they are many.
+    fn tidy(&mut self) {
+        if self.deadlines.len() > 2 * self.live.len() + 1024 {
+            let live = self.live.iter().filter(|(_, lease)| !lease.ending);
+            self.deadlines = live.map(|(id, lease)| Reverse((lease.deadline, *id))).collect();
+        }
+    }
+
     fn attach(&mut self, event: &Event) {
         let before = event.previous.as_ref().and_then(KeyValue::lease);
         let now = event.now().and_then(KeyValue::lease);
@@ -300,6 +309,16 @@ mod tests {
             [id(2), id(3)],
             "not more than asked for"
         );
+    }
+
+    #[test]
+    fn revoked_leases_leave_nothing_behind() {
+        let leases = Leases::default();
+        for n in 1..10_000 {
+            grant(&leases, n, 3_600_000);
+            leases.publish(&[LeaseChange::Ended { id: id(n) }], &[]);
+        }
+        assert!(leases.state.lock().deadlines.len() <= 1025);
     }
 
     #[test]

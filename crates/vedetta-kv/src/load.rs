@@ -16,8 +16,9 @@ use crate::pending::Pending;
 use crate::store::{Age, OpenError, Shared};
 use crate::watch::Hub;
 
-/// How far a restored store jumps ahead, so that whoever saw the time after the backup notices.
-const RESTORE_JUMP: u64 = 1_000_000;
+/// How far a restored store jumps ahead, so that whoever saw the time after the backup notices: further
+/// than any store comes between two backups.
+const RESTORE_JUMP: u64 = 1 << 40;
 
 /// Names the checksum in the table `meta`.
 const CHECK: &str = "checksum";
@@ -182,8 +183,11 @@ impl Check {
             self.sum ^= codec::stamp(body).ok_or(OpenError::Damaged(revision))?;
             return Ok(());
         }
-        self.jump();
-        if revision != self.expected {
+        if revision > self.meta.jump_from {
+            self.jump();
+        }
+        // What is before a jump is being swept, and may itself have been restored before that was done.
+        if revision != self.expected && revision > self.meta.jump_from {
             return Err(OpenError::Gap(self.expected));
         }
         self.expected = revision.next();
@@ -192,7 +196,7 @@ impl Check {
 
     /// A restored store has no rows between where it was and where it jumped to.
     fn jump(&mut self) {
-        if self.expected == self.meta.jump_from.next() {
+        if self.expected <= self.meta.jump_from.next() {
             self.expected = self.expected.max(self.meta.jump_to.next());
         }
     }
@@ -224,7 +228,9 @@ fn load_leases(connection: &Connection, index: &Index, age_ms: i64) -> rusqlite:
         let Some(id) = LeaseId::new(id) else { continue };
         let renewed = renewed != 0;
         // Of a renewed lease we know only that its holder lived: it gets its whole time again.
-        let left_ms = if renewed { ttl_ms } else { deadline_ms.saturating_sub(age_ms).max(0) };
+        let left_ms = if renewed { ttl_ms } else { deadline_ms.saturating_sub(age_ms) };
+        // The age noted last may be far behind: it is noted only while there are leases.
+        let left_ms = left_ms.clamp(0, ttl_ms);
         let ms = |ms: i64| Duration::from_millis(ms.unsigned_abs());
         leases.load(id, ms(ttl_ms), ms(left_ms), renewed);
     }

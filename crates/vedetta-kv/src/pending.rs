@@ -251,7 +251,9 @@ impl Pending {
         published: impl IntoIterator<Item = Bytes>,
     ) -> Vec<Bytes> {
         let mut keys: Vec<Bytes> = published.into_iter().collect();
-        keys.extend(self.keys.iter().map(|&last| Bytes::copy_from_slice(self.events[last].key())));
+        let here = self.keys.iter().filter_map(|&last| self.events[last].now());
+        let attached = here.filter(|now| now.lease() == Some(lease));
+        keys.extend(attached.map(|now| Bytes::copy_from_slice(now.key())));
         keys.sort_unstable();
         keys.dedup();
         keys.retain(|key| self.latest(index, key).is_some_and(|now| now.lease() == Some(lease)));

@@ -78,6 +78,8 @@ pub struct Range {
     pub sort: Option<(SortBy, Order)>,
     /// Only how many there are.
     pub count_only: bool,
+    /// Do not count what lies beyond the limit: the answer's `count` is then 0.
+    pub uncounted: bool,
     /// Leave the values out.
     pub keys_only: bool,
     /// Only keys modified in this revision or later.
@@ -99,6 +101,7 @@ impl Range {
             limit: None,
             sort: None,
             count_only: false,
+            uncounted: false,
             keys_only: false,
             min_modified: None,
             max_modified: None,
@@ -278,6 +281,14 @@ pub enum KvError {
     /// Use a shorter key.
     #[error("the key has {size} bytes, the limit is {limit}")]
     KeyTooLarge {
+        /// Its size.
+        size: usize,
+        /// The limit.
+        limit: usize,
+    },
+    /// Store less in one key.
+    #[error("the value has {size} bytes, the limit is {limit}")]
+    ValueTooLarge {
         /// Its size.
         size: usize,
         /// The limit.

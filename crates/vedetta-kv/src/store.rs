@@ -58,6 +58,8 @@ pub struct Options {
 pub struct Limits {
     /// Bytes of a key.
     pub key: usize,
+    /// Bytes of a value.
+    pub value: usize,
     /// Bytes of a whole request: its keys and values.
     pub request: usize,
     /// Operations in a branch of a transaction.
@@ -66,7 +68,7 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { key: 64 << 10, request: 3 << 19, ops: 128 }
+        Self { key: 64 << 10, value: 3 << 19, request: 3 << 19, ops: 128 }
     }
 }
 
@@ -137,7 +139,7 @@ impl Age {
     }
 }
 
-/// The store; clones share it.
+/// The store; clones share it. It has threads of its own, which end with [`Store::close`] and not before.
 #[derive(Clone)]
 pub struct Store {
     pub(crate) shared: Arc<Shared>,
@@ -208,7 +210,7 @@ impl Store {
     pub async fn range(&self, request: Range) -> Result<Ranged, KvError> {
         engine::check_range(&request.range)?;
         loop {
-            let gathered = self.gather(&request)?;
+            let gathered = self.gather(&request).await?;
             let in_memory = gathered.found.iter().all(|found| matches!(found, Found::Here(_)));
             let Gathered { found, count, at, revision } = gathered;
             let keys = if in_memory {
@@ -229,7 +231,7 @@ impl Store {
     }
 
     /// Walks the index, a bounded number of keys at a time.
-    fn gather(&self, request: &Range) -> Result<Gathered, KvError> {
+    async fn gather(&self, request: &Range) -> Result<Gathered, KvError> {
         let (at, revision) = {
             let index = self.shared.index.read();
             let at = range::resolve(request.at, index.revision, index.compacted)?;
@@ -244,6 +246,7 @@ impl Store {
         let (mut found, mut count, mut from) = (Vec::new(), 0, None::<Box<[u8]>>);
         let enough = range::enough(request);
         loop {
+            tokio::task::coop::consume_budget().await;
             let index = self.shared.index.read();
             from = index.visit(&request.range, from.as_deref(), at, CHUNK, |visit| {
                 count += 1;
@@ -251,7 +254,9 @@ impl Store {
                     found.push(visit.found());
                 }
             });
-            if from.is_none() {
+            let done = request.uncounted && found.len() >= enough;
+            if from.is_none() || done {
+                let count = if request.uncounted { 0 } else { count };
                 return Ok(Gathered { found, count, at, revision });
             }
         }
@@ -358,7 +363,8 @@ impl Store {
             engine.pending.leases.push(LeaseChange::Renewed { id });
             Ok(())
         };
-        self.evaluate(Purpose::Store, note).await?;
+        // Not a matter of room: who cannot renew loses its keys.
+        self.evaluate(Purpose::Reclaim, note).await?;
         match self.shared.leases.renew(id) {
             Renewal::Done(ttl) => Ok(ttl),
             _ => Err(KvError::LeaseNotFound(id)),
@@ -542,7 +548,7 @@ fn keep_leases(shared: &Arc<Shared>, db: &Db) {
             age_due = Instant::now() + AGE_EVERY;
             if !shared.leases.is_empty() {
                 let age = shared.age.now_ms();
-                let noted = db.write_blocking(Purpose::Reclaim, move |c| note_age(c, age));
+                let noted = db.write_blocking(Purpose::Store, move |c| note_age(c, age));
                 if let Err(error) = noted {
                     tracing::warn!(%error, "could not note the store's age");
                 }

@@ -13,13 +13,13 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use bytes::Bytes;
 use parking_lot::{Condvar, Mutex, RwLock};
 use tokio::sync::Notify;
+use tokio::task::JoinHandle;
 use vedetta_core::{KeyRange, Revision};
 use vedetta_db::{Db, rusqlite};
 
@@ -28,7 +28,7 @@ use crate::index::Found;
 use crate::range::{FetchError, fetch};
 use crate::request::KvError;
 use crate::store::Shared;
-use crate::{Change, Event};
+use crate::{Change, Event, KeyValue};
 
 /// Bytes of recent events kept in memory for watchers.
 const RING_BYTES: usize = 16 << 20;
@@ -49,8 +49,10 @@ pub(crate) struct Block {
 
 impl Block {
     pub(crate) fn new(last: Revision, events: Vec<Event>) -> Self {
-        let weigh =
-            |event: &Event| 96 + event.key().len() + event.now().map_or(0, |now| now.value().len());
+        let value = |key: Option<&KeyValue>| key.map_or(0, |key| key.value().len());
+        let weigh = |event: &Event| {
+            128 + event.key().len() + value(event.now()) + value(event.previous.as_ref())
+        };
         let bytes = events.iter().map(weigh).sum();
         Self { last, events, bytes }
     }
@@ -334,7 +336,7 @@ impl Cell {
 pub struct WatchOptions {
     /// From which revision on; `None` for "from now on". It may lie in the future.
     pub from: Option<Revision>,
-    /// Whether events should carry the key as it was before.
+    /// Whether events must carry the key as it was before. They may do so in any case.
     pub previous: bool,
     /// Leave out puts.
     pub no_puts: bool,
@@ -382,7 +384,8 @@ pub struct Watcher {
     reading: Option<Reading>,
 }
 
-type Reading = Pin<Box<dyn Future<Output = Result<Block, WatchError>> + Send + Sync>>;
+/// A task, so that it does not hold up other readers when nobody waits for it.
+type Reading = JoinHandle<Result<Block, WatchError>>;
 
 impl Watcher {
     pub(crate) fn new(
@@ -456,10 +459,11 @@ impl Watcher {
                 // Reading the file may be cancelled: until it is done the debt stands.
                 self.cell.owe(from);
                 if self.reading.is_none() {
-                    self.reading = Some(self.history(from));
+                    self.reading = Some(tokio::spawn(self.history(from)));
                 }
                 let read = self.reading.as_mut().expect("just set").await;
                 self.reading = None;
+                let read = read.unwrap_or(Err(WatchError::Closed)); // with its runtime
                 Recent { blocks: vec![Arc::new(read?)], more: true }
             }
         };
@@ -474,10 +478,13 @@ impl Watcher {
     }
 
     /// Reads rows from the file, keeping what concerns this watcher.
-    fn history(&self, from: Revision) -> Reading {
+    fn history(
+        &self,
+        from: Revision,
+    ) -> impl Future<Output = Result<Block, WatchError>> + Send + 'static {
         let (shared, range) = (Arc::clone(&self.shared), self.range.clone());
         let (db, previous) = (self.db.clone(), self.options.previous);
-        Box::pin(async move {
+        async move {
             let at = Arc::clone(&shared);
             let read = db.read(move |c| Ok(read_history(c, &at, from, &range, previous))).await;
             let oldest = shared.index.read().compacted;
@@ -489,7 +496,7 @@ impl Watcher {
                 Ok(Err(error)) => Err(WatchError::Unreadable(error.into())),
                 Err(error) => Err(WatchError::Unreadable(KvError::Unreadable(error.to_string()))),
             }
-        })
+        }
     }
 }
 

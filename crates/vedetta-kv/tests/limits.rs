@@ -137,7 +137,8 @@ async fn a_branch_may_have_as_many_operations_as_the_limit_and_not_more() {
         then(many(limit + 1)),
         Txn { otherwise: many(limit + 1), ..Txn::default() },
         Txn { when: vec![compare; limit + 1], ..Txn::default() },
-        then([Op::Txn(then(many(limit + 1)))]),
+        // A nested one counts together with those around it.
+        then([Op::Txn(then(many(limit)))]),
     ] {
         match store.txn(txn).await {
             Err(KvError::TooManyOps { ops, limit: told }) => {
@@ -360,5 +361,33 @@ async fn a_closed_store_says_so() {
     let store = open(folder.path()).await;
     assert_eq!(store.status().revision, Revision(2));
     assert_eq!(get(&store, "k").await.as_deref(), Some(&b"v"[..]));
+    store.close().await;
+}
+
+#[tokio::test]
+async fn a_value_may_be_so_large_and_no_larger() {
+    let folder = tempfile::tempdir().unwrap();
+    let limits = Limits { value: 10, ..Limits::default() };
+    let options = Options { limits, ..Options::default() };
+    let store = Store::open(open_db(folder.path()), options).await.unwrap();
+    store.put(Put::new("k", vec![7; 10])).await.unwrap();
+    let refused = store.put(Put::new("k", vec![7; 11])).await;
+    assert!(matches!(refused, Err(KvError::ValueTooLarge { size: 11, limit: 10 })));
+    store.close().await;
+}
+
+#[tokio::test]
+async fn a_page_can_be_read_without_counting_the_rest() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = open(folder.path()).await;
+    for n in 0..2_000 {
+        put(&store, format!("{n:04}"), "v").await;
+    }
+    let mut page = Range::new(KeyRange::all());
+    (page.limit, page.uncounted) = (Some(10), true);
+    let read = store.range(page.clone()).await.unwrap();
+    assert_eq!((read.keys.len(), read.more, read.count), (10, true, 0));
+    let inside = store.txn(then([Op::Range(page)])).await.unwrap();
+    assert!(format!("{:?}", inside.replies).contains("more: true, count: 0"));
     store.close().await;
 }

@@ -188,6 +188,7 @@ fn range() -> impl Strategy<Value = Range> {
     let bounds = (bound(), bound(), bound(), bound());
     (keys(), weighted(0.5, moment()), shape, bounds).prop_map(
         |(range, at, (limit, sort, keys_only, count_only), bounds)| Range {
+            uncounted: false,
             range,
             at,
             limit,
