@@ -1,5 +1,7 @@
 //! The few numbers we print.
 
+use std::collections::HashMap;
+use std::ffi::OsString;
 use std::time::Duration;
 
 pub(crate) fn median(values: &mut [f64]) -> f64 {
@@ -21,24 +23,44 @@ pub(crate) fn rate(count: u64, time: Duration) -> f64 {
     count as f64 / time.as_secs_f64()
 }
 
-/// CPU time used so far by the threads of this process with that name, or by all that still run.
-pub(crate) fn cpu_of(thread: Option<&str>) -> anyhow::Result<Duration> {
-    let mut total = Duration::ZERO;
-    for task in std::fs::read_dir("/proc/self/task")? {
-        let task = task?.path();
-        // A thread may end while we look at it.
-        let (Ok(name), Ok(line)) = (
-            std::fs::read_to_string(task.join("comm")),
-            std::fs::read_to_string(task.join("schedstat")),
-        ) else {
-            continue;
-        };
-        if thread.is_none_or(|thread| thread == name.trim()) {
+pub(crate) fn millis(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
+
+/// The CPU time each thread of this process has used, with the thread's name.
+pub(crate) struct Cpu(HashMap<OsString, (String, Duration)>);
+
+impl Cpu {
+    pub(crate) fn now() -> anyhow::Result<Self> {
+        let mut threads = HashMap::new();
+        for task in std::fs::read_dir("/proc/self/task")? {
+            let task = task?;
+            // A thread may end while we look at it.
+            let (Ok(name), Ok(line)) = (
+                std::fs::read_to_string(task.path().join("comm")),
+                std::fs::read_to_string(task.path().join("schedstat")),
+            ) else {
+                continue;
+            };
             let ran: u64 = line.split_whitespace().next().unwrap_or("0").parse()?;
-            total += Duration::from_nanos(ran);
+            let used = (name.trim().to_owned(), Duration::from_nanos(ran));
+            threads.insert(task.file_name(), used);
         }
+        Ok(Self(threads))
     }
-    Ok(total)
+
+    /// Of the threads with that name, since they began.
+    pub(crate) fn of(&self, name: &str) -> Duration {
+        self.0.values().filter(|(thread, _)| thread == name).map(|(_, used)| *used).sum()
+    }
+
+    /// Of all threads that are still there, since then. By thread, because one that ended meanwhile would
+    /// take off all it ever used.
+    pub(crate) fn since(&self, before: &Self) -> Duration {
+        let used_before =
+            |id| before.0.get(id).map_or(Duration::ZERO, |(_, used): &(String, Duration)| *used);
+        self.0.iter().map(|(id, (_, used))| used.saturating_sub(used_before(id))).sum()
+    }
 }
 
 /// Resident memory of this process in bytes.

@@ -10,9 +10,23 @@ use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
 use vedetta_kv::Put;
 
-use crate::figures::{cpu_of, median, rate};
+use crate::figures::{Cpu, median, rate};
 use crate::floor::Floor;
 use crate::setup;
+
+/// The least share of the floor that `--check` takes, and with how many callers it looks.
+const TARGET: f64 = 0.5;
+const CHECKED: [usize; 3] = [1, 64, 256];
+
+pub(crate) const COLUMNS: &str = "\
+Columns, each the median of the rounds:
+  callers    who write at the same time
+  floor/s    records per second of the floor: appended to a file, one fdatasync for all that wait
+  vedetta/s  puts per second of the store, answered when durable
+  ratio      vedetta/s over floor/s of the same round
+  floor µs   CPU of the floor's one thread per record; it also wakes the callers
+  writer µs  CPU of the store's writer thread per put
+  answer µs  CPU per put of the thread that wakes the callers of large batches";
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -31,69 +45,119 @@ pub(crate) struct Args {
     /// Distinct keys.
     #[arg(long, default_value_t = 100_000)]
     keys: u64,
+    /// Fail when the ratio with 1, 64 or 256 callers is below 0.5.
+    #[arg(long)]
+    check: bool,
 }
 
 pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
-    let time = Duration::from_secs_f64(args.seconds);
-    println!(
-        "{:>8} {:>12} {:>12} {:>7} {:>26}",
-        "callers", "floor/s", "vedetta/s", "ratio", "CPU of its writer per put"
+    anyhow::ensure!(
+        !args.check || args.callers.iter().any(|callers| CHECKED.contains(callers)),
+        "--check looks at 1, 64 and 256 callers, and none of these is measured"
     );
+    println!(
+        "{:>8} {:>10} {:>10} {:>6} {:>9} {:>10} {:>10}",
+        "callers", "floor/s", "vedetta/s", "ratio", "floor µs", "writer µs", "answer µs"
+    );
+    let mut missed = Vec::new();
     for &callers in &args.callers {
-        let (mut floors, mut ours, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut floor_cpus, mut cpus) = (Vec::new(), Vec::new());
+        let mut rounds = Vec::new();
         for _ in 0..args.rounds {
-            let folder = setup::folder()?;
-            let floor = Arc::new(Floor::open(folder.path())?);
-            let value = vec![7_u8; args.value];
-            let floor_rate = measure(callers, time, move || {
-                let (floor, value) = (Arc::clone(&floor), value.clone());
-                async move {
-                    let mut record = key(args.keys).into_bytes();
-                    record.extend_from_slice(&value);
-                    floor.append(record).await;
-                }
-            })
-            .await;
-            let floor_cpu = cpu_of(Some("floor"))?.as_secs_f64() / (floor_rate * args.seconds);
-
-            let folder = setup::folder()?;
-            let store = setup::open(folder.path()).await?;
-            let (writing, value) = (store.clone(), vec![7_u8; args.value]);
-            let our_rate = measure(callers, time, move || {
-                let (store, value) = (writing.clone(), value.clone());
-                async move {
-                    let put = store.put(Put::new(key(args.keys), value)).await;
-                    assert!(put.is_ok(), "{put:?}");
-                }
-            })
-            .await;
-            let our_cpu = cpu_of(Some("vedetta-writer"))?.as_secs_f64() / (our_rate * args.seconds);
-            floor_cpus.push(floor_cpu * 1e6);
-            cpus.push(our_cpu * 1e6);
-            store.close().await;
-            floors.push(floor_rate);
-            ours.push(our_rate);
-            ratios.push(our_rate / floor_rate);
+            rounds.push(round(&args, callers).await?);
         }
+        let of =
+            |figure: fn(&Round) -> f64| median(&mut rounds.iter().map(figure).collect::<Vec<_>>());
+        let ratio = of(|round| round.ours / round.floor);
         println!(
-            "{callers:>8} {:>12.0} {:>12.0} {:>7.2} {:>11.1} and {:>6.1} µs",
-            median(&mut floors),
-            median(&mut ours),
-            median(&mut ratios),
-            median(&mut floor_cpus),
-            median(&mut cpus)
+            "{callers:>8} {:>10.0} {:>10.0} {ratio:>6.2} {:>9.1} {:>10.1} {:>10.1}",
+            of(|round| round.floor),
+            of(|round| round.ours),
+            of(|round| round.floor_cpu),
+            of(|round| round.writer_cpu),
+            of(|round| round.answer_cpu),
         );
+        if CHECKED.contains(&callers) && ratio < TARGET {
+            missed.push(format!("{ratio:.3} with {callers}"));
+        }
     }
+    anyhow::ensure!(
+        !args.check || missed.is_empty(),
+        "The ratio should be at least {TARGET} and is {} callers.",
+        missed.join(", ")
+    );
     Ok(())
+}
+
+/// Calls per second, and CPU per call in µs.
+struct Round {
+    floor: f64,
+    ours: f64,
+    floor_cpu: f64,
+    writer_cpu: f64,
+    answer_cpu: f64,
+}
+
+async fn round(args: &Args, callers: usize) -> anyhow::Result<Round> {
+    let time = Duration::from_secs_f64(args.seconds);
+    let (keys, value) = (args.keys, vec![7_u8; args.value]);
+
+    let folder = setup::folder()?;
+    let floor = Arc::new(Floor::open(folder.path())?);
+    let (appending, bytes) = (Arc::clone(&floor), value.clone());
+    let floor_done = measure(callers, time, move || {
+        let (floor, value) = (Arc::clone(&appending), bytes.clone());
+        async move {
+            let mut record = key(keys).into_bytes();
+            record.extend_from_slice(&value);
+            floor.append(record).await;
+        }
+    })
+    .await?;
+    let floor_cpu = Cpu::now()?.of("floor");
+    // Not before: its thread goes with it.
+    drop(floor);
+
+    let folder = setup::folder()?;
+    let store = setup::open(folder.path()).await?;
+    let writing = store.clone();
+    let our_done = measure(callers, time, move || {
+        let (store, value) = (writing.clone(), value.clone());
+        async move {
+            let put = store.put(Put::new(key(keys), value)).await;
+            assert!(put.is_ok(), "{put:?}");
+        }
+    })
+    .await?;
+    let cpu = Cpu::now()?;
+    store.close().await;
+
+    Ok(Round {
+        floor: floor_done.rate,
+        ours: our_done.rate,
+        floor_cpu: floor_done.each(floor_cpu),
+        writer_cpu: our_done.each(cpu.of("vedetta-writer")),
+        answer_cpu: our_done.each(cpu.of("vedetta-answers")),
+    })
 }
 
 fn key(keys: u64) -> String {
     format!("/bench/{:012}", fastrand::u64(..keys))
 }
 
-/// Calls per second of `callers` who call again and again.
-async fn measure<F, Fut>(callers: usize, time: Duration, call: F) -> f64
+struct Done {
+    count: u64,
+    rate: f64,
+}
+
+impl Done {
+    /// The share of one call, in µs.
+    fn each(&self, cpu: Duration) -> f64 {
+        1e6 / rate(self.count, cpu)
+    }
+}
+
+/// What `callers` get done who call again and again.
+async fn measure<F, Fut>(callers: usize, time: Duration, call: F) -> anyhow::Result<Done>
 where
     F: Fn() -> Fut + Clone + Send + 'static,
     Fut: Future<Output = ()> + Send,
@@ -112,6 +176,9 @@ where
     }
     tokio::time::sleep(time).await;
     stop.store(true, Ordering::Relaxed);
-    while tasks.join_next().await.is_some() {}
-    rate(count.load(Ordering::Relaxed), started.elapsed())
+    while let Some(done) = tasks.join_next().await {
+        done?;
+    }
+    let count = count.load(Ordering::Relaxed);
+    Ok(Done { count, rate: rate(count, started.elapsed()) })
 }

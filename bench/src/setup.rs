@@ -1,6 +1,8 @@
-//! A store in a folder of its own.
+//! A store in a folder of its own, and a process of its own.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use tempfile::TempDir;
 use vedetta_db::Db;
@@ -13,10 +15,25 @@ pub(crate) fn folder() -> anyhow::Result<TempDir> {
     Ok(tempfile::Builder::new().prefix("bench-").tempdir_in(base)?)
 }
 
+/// The store's file.
+pub(crate) fn file(folder: &Path) -> PathBuf {
+    folder.join("vedetta.db")
+}
+
 pub(crate) async fn open(folder: &Path) -> anyhow::Result<Store> {
-    let mut options = vedetta_db::Options::new(folder.join("vedetta.db"));
+    let mut options = vedetta_db::Options::new(file(folder));
     options.ballast = 0;
     let keep = Keep { revisions: None, age: None };
     let db = Db::open(&options, &[SCHEMA])?;
     Ok(Store::open(db, Options { keep, ..Options::default() }).await?)
+}
+
+/// Runs this program with other arguments and waits for it: memory that earlier measurements left to the
+/// allocator would be in the figures of the later ones.
+pub(crate) fn in_a_fresh_process<S: AsRef<OsStr>>(
+    args: impl IntoIterator<Item = S>,
+) -> anyhow::Result<()> {
+    let status = Command::new(std::env::current_exe()?).args(args).status()?;
+    anyhow::ensure!(status.success(), "a measurement in a process of its own failed: {status}");
+    Ok(())
 }
