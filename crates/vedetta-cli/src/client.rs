@@ -1,5 +1,6 @@
 //! Talking to a running server.
 
+use std::net::IpAddr;
 use std::time::Duration;
 
 use clap::Args;
@@ -7,7 +8,7 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_encode};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
-use ureq::http::{Method, Request, Response, header};
+use ureq::http::{Method, Request, Response, Uri, header};
 use ureq::{Agent, Body};
 
 use crate::output::Format;
@@ -57,6 +58,17 @@ pub(crate) fn encode(bytes: &[u8]) -> String {
     percent_encode(bytes, PLAIN).to_string()
 }
 
+/// Whether the way to a server is one that others may listen on.
+fn leaves_the_machine(server: &str) -> bool {
+    let uri = server.parse::<Uri>().ok();
+    // What is no address is refused later, and nothing is sent.
+    uri.as_ref().and_then(Uri::host).is_some_and(|host| {
+        let bare = host.trim_start_matches('[').trim_end_matches(']');
+        let loopback = bare.parse::<IpAddr>().map(|address| address.is_loopback());
+        !loopback.unwrap_or_else(|_| bare.eq_ignore_ascii_case("localhost"))
+    })
+}
+
 pub(crate) struct Client {
     agent: Agent,
     server: String,
@@ -89,11 +101,13 @@ impl Client {
             .user_agent(concat!("vedetta/", env!("CARGO_PKG_VERSION")))
             .timeout_connect(Some(CONNECT))
             .build();
-        Ok(Self {
-            agent: config.into(),
-            server: remote.server.trim_end_matches('/').to_owned(),
-            token: std::env::var("VEDETTA_TOKEN").ok().filter(|token| !token.is_empty()),
-        })
+        let server = remote.server.trim_end_matches('/').to_owned();
+        let token = std::env::var("VEDETTA_TOKEN").ok().filter(|token| !token.is_empty());
+        if token.is_some() && leaves_the_machine(&server) {
+            let shown = crate::output::one_line(&server);
+            eprintln!("vedetta: warning: VEDETTA_TOKEN goes to {shown} unencrypted");
+        }
+        Ok(Self { agent: config.into(), server, token })
     }
 
     pub(crate) fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
@@ -171,5 +185,20 @@ impl Client {
 
     fn unreachable(&self, error: &ureq::Error) -> ClientError {
         ClientError::Unreachable { server: self.server.clone(), why: error.to_string() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_loopback_stays_on_the_machine() {
+        for near in ["http://127.0.0.1:7070", "http://[::1]:7070", "http://LocalHost", "http://"] {
+            assert!(!leaves_the_machine(near), "{near}");
+        }
+        for far in ["http://192.0.2.7:7070", "http://[2001:db8::1]", "http://localhost.example"] {
+            assert!(leaves_the_machine(far), "{far}");
+        }
     }
 }

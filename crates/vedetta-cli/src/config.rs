@@ -22,6 +22,17 @@ pub(crate) struct Place {
     /// The folder for everything that is kept
     #[arg(long, value_name = "DIR", env = "VEDETTA_DATA", default_value = "vedetta-data")]
     pub(crate) data: PathBuf,
+    /// Where to serve HTTP; port 0 takes a free one [default: 127.0.0.1:7070]
+    #[arg(long, value_name = "ADDR", env = "VEDETTA_HTTP")]
+    http: Option<SocketAddr>,
+}
+
+impl Place {
+    /// Where to serve HTTP.
+    pub(crate) fn address(&self, config: &Config) -> Result<SocketAddr, ConfigError> {
+        let address = self.http.unwrap_or(config.http.listen);
+        if address.ip().is_loopback() { Ok(address) } else { Err(ConfigError::Beyond(address)) }
+    }
 }
 
 /// Why the settings cannot be used. Nothing was done.

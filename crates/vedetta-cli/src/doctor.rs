@@ -16,8 +16,9 @@ use crate::output::{self, Format};
 
 /// Check the data folder, the database, the disk and the port, and say what to do
 ///
-/// Changes nothing (to try fsync it makes a file and removes it), and can be run beside a server. Ends with exit code 1 if something is broken; programs
-/// that only optional parts need may be missing.
+/// Takes the same flags as `vedetta up`, and checks what that would use. Changes nothing (to try fsync it makes
+/// a file and removes it), and can be run beside a server. Ends with exit code 1 if something is broken;
+/// programs that only optional parts need may be missing.
 #[derive(Debug, Args)]
 pub(crate) struct Doctor {
     #[command(flatten)]
@@ -76,16 +77,17 @@ const PROGRAMS: [(&str, &str); 7] = [
 impl Doctor {
     pub(crate) fn run(self, out: &mut impl Write) -> anyhow::Result<()> {
         let config = Config::load(self.place.config.as_deref())?;
+        let address = self.place.address(&config)?;
         let data = &self.place.data;
         let holder = DataFolder::holder(data).ok().flatten();
         let mut checks = vec![
             folder(data),
             permissions(data),
             lock(data, holder.as_deref()),
-            database(&data.join("vedetta.db")),
+            database(data),
             space(data),
             fsync(data),
-            port(config.http.listen, holder.as_deref()),
+            port(address, holder.as_deref()),
         ];
         checks.extend(PROGRAMS.map(|(program, package)| optional(program, package)));
         match self.output {
@@ -161,20 +163,28 @@ fn lock(data: &Path, holder: Option<&str>) -> Check {
     }
 }
 
-fn database(file: &Path) -> Check {
+fn database(data: &Path) -> Check {
     let name = "database";
-    if !file.exists() {
+    if !data.join("vedetta.db").exists() {
         return Check::note(name, "there is none yet; `vedetta up` makes it");
     }
-    match sound(file) {
+    match sound(data) {
         Ok(revision) => Check::ok(name, format!("every row is sound up to revision {revision}")),
         Err(error) => Check::broken(name, format!("{error:#}")),
     }
 }
 
-fn sound(file: &Path) -> anyhow::Result<vedetta::Revision> {
-    let connection = db::inspect(file, &[kv::SCHEMA])?;
-    if let Some(first) = db::damage(file)?.into_iter().next() {
+fn sound(data: &Path) -> anyhow::Result<vedetta::Revision> {
+    let file = data.join("vedetta.db");
+    let idle = || matches!(DataFolder::holder(data), Ok(None));
+    let connection = match db::inspect(&file, &[kv::SCHEMA], idle()) {
+        // A server that started meanwhile writes to the log.
+        Err(db::OpenError::DamagedLog { .. }) if !idle() => {
+            db::inspect(&file, &[kv::SCHEMA], false)?
+        }
+        inspected => inspected?,
+    };
+    if let Some(first) = db::damage(&file)?.into_iter().next() {
         anyhow::bail!("{} is damaged ({first}); restore a backup", file.display());
     }
     Ok(kv::check(&connection)?)
@@ -221,15 +231,16 @@ fn port(address: SocketAddr, holder: Option<&str>) -> Check {
     let Err(error) = TcpListener::bind(address) else {
         return Check::ok(name, format!("{address} is free"));
     };
+    let advice = "choose another with --http";
     match (is_vedetta(address), holder) {
         (true, Some(pid)) => {
             Check::ok(name, format!("a Vedetta serves {address}, most likely the process {pid}"))
         }
         (true, None) => Check::broken(
             name,
-            format!("{address} is held by a Vedetta on another folder: use another with --http"),
+            format!("{address} is held by a Vedetta on another folder: {advice}"),
         ),
-        (false, _) => Check::broken(name, format!("{address}: {error}; use another with --http")),
+        (false, _) => Check::broken(name, format!("{address}: {error}; {advice}")),
     }
 }
 

@@ -23,9 +23,6 @@ use crate::config::{Config, ConfigError, Place};
 pub(crate) struct Up {
     #[command(flatten)]
     place: Place,
-    /// Where to serve HTTP; port 0 takes a free one [default: 127.0.0.1:7070]
-    #[arg(long, value_name = "ADDR", env = "VEDETTA_HTTP")]
-    http: Option<SocketAddr>,
     /// How to write logs [default: human on a terminal, json otherwise]
     #[arg(long, value_enum, env = "VEDETTA_LOG_FORMAT")]
     log_format: Option<LogFormat>,
@@ -41,10 +38,7 @@ impl Up {
     pub(crate) fn run(self) -> anyhow::Result<()> {
         start_logs(self.log_format);
         let config = Config::load(self.place.config.as_deref())?;
-        let address = self.http.unwrap_or(config.http.listen);
-        if !address.ip().is_loopback() {
-            return Err(ConfigError::Beyond(address).into());
-        }
+        let address = self.place.address(&config)?;
         if self.place.data.exists() && !self.place.data.is_dir() {
             return Err(ConfigError::Folder(self.place.data).into());
         }

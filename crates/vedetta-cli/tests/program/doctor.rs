@@ -92,6 +92,28 @@ fn a_flipped_bit_in_a_value_is_found() {
 }
 
 #[test]
+fn a_log_whose_middle_is_damaged_is_found() {
+    let folder = temp();
+    let server = Server::start(folder.path());
+    for n in 0..10 {
+        server.done(&["put", &format!("k{n}"), "a value in the log"]);
+    }
+    drop(server); // killed: the log stays
+    let (ran, _, _) = doctor(folder.path(), "database");
+    assert_eq!(ran.code, 0, "a log that was left behind is no fault: {ran:?}");
+    let log = folder.path().join("vedetta-data/vedetta.db-wal");
+    let mut bytes = fs::read(&log).unwrap();
+    let needle = b"a value in the log";
+    let first = bytes.windows(needle.len()).position(|part| part == needle).expect("it is there");
+    bytes[first] ^= 1;
+    fs::write(&log, &bytes).unwrap();
+    let (ran, state, detail) = doctor(folder.path(), "database");
+    assert_eq!((ran.code, state.as_str()), (1, "broken"), "{ran:?}");
+    assert!(detail.contains("the log of") && detail.contains("restore a backup"), "{detail}");
+    assert_eq!(fs::read(&log).unwrap(), bytes, "nothing was changed");
+}
+
+#[test]
 fn a_damaged_file_a_foreign_one_and_a_newer_one_are_found() {
     let folder = temp();
     Server::start(folder.path()).stop();
@@ -131,7 +153,20 @@ fn a_port_held_by_another_program_is_broken() {
     let address = taken.local_addr().unwrap();
     fs::write(folder.path().join("at.toml"), format!("[http]\nlisten = '{address}'")).unwrap();
     let ran = run(folder.path(), &["doctor", "--config", "at.toml"]);
-    assert!(ran.code == 1 && ran.out.contains("use another with --http"), "{ran:?}");
+    assert!(ran.code == 1 && ran.out.contains("choose another with --http"), "{ran:?}");
+
+    // As with `up`, the flag wins over the environment, the environment over the file.
+    let doctor = |args: &[&str], env: &str| {
+        let mut command = crate::support::vedetta(folder.path());
+        let command = command.args(["doctor", "--config", "at.toml"]).args(args);
+        Ran::from(command.env("VEDETTA_HTTP", env).output().unwrap())
+    };
+    let free = "127.0.0.1:0";
+    assert_eq!(doctor(&[], free).code, 0);
+    assert_eq!(doctor(&["--http", free], &address.to_string()).code, 0);
+    assert_eq!(doctor(&["--http", &address.to_string()], free).code, 1);
+    let beyond = doctor(&["--http", "192.0.2.1:7070"], free);
+    assert!(beyond.code == 2 && beyond.err.contains("only loopback"), "{beyond:?}");
 }
 
 #[test]

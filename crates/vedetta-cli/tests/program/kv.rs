@@ -233,6 +233,20 @@ fn a_conflict_is_exit_code_4_and_the_token_is_sent() {
 }
 
 #[test]
+fn a_token_that_leaves_the_machine_unencrypted_comes_with_a_warning() {
+    let folder = temp();
+    // Not a loopback address, but one at which nobody is asked.
+    let get = |token: &str| {
+        let mut get = vedetta(folder.path());
+        get.args(["kv", "get", "k", "--server", "http://0.0.0.0:1"]).env("VEDETTA_TOKEN", token);
+        Ran::from(get.output().unwrap()).err
+    };
+    let warned = get("s3cret");
+    assert!(warned.contains("VEDETTA_TOKEN goes to http://0.0.0.0:1 unencrypted"), "{warned}");
+    assert!(!warned.contains("s3cret") && !get("").contains("warning"), "{warned}");
+}
+
+#[test]
 fn an_answer_that_is_not_vedettas_is_a_failure_and_not_a_crash() {
     let folder = temp();
     for (answer, code) in [
