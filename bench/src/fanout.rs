@@ -1,8 +1,9 @@
 //! One stream of writes, many watchers in the same process.
 //!
 //! Prediction: events are shared, so handing out costs a wake-up and a look at the keys per watcher and
-//! batch: events delivered per second grow with the watchers until that cost fills the cores, and the
-//! writers keep their share whatever the number of watchers.
+//! batch: events delivered per second grow with the watchers until that cost fills the cores. Writers never
+//! wait for watchers, but callers, watchers and the writer thread share those cores, so past that point
+//! writes give way.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

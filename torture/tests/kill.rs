@@ -17,7 +17,7 @@ use vedetta_db::DataFolder;
 const CYCLES_PER_FOLDER: u64 = 20;
 
 /// Where a child may die by itself, and how many passings there are to choose from.
-const FAILPOINTS: [(&str, u64); 11] = [
+const FAILPOINTS: [(&str, u64); 10] = [
     ("db.unit", 150),
     ("db.before_commit", 60),
     ("db.committed", 60),
@@ -28,7 +28,6 @@ const FAILPOINTS: [(&str, u64); 11] = [
     ("kv.sweep", 5),
     ("kv.compact", 4),
     ("kv.expired", 4),
-    ("db.published", 5),
 ];
 
 #[derive(Default, Debug)]
