@@ -118,3 +118,37 @@ async fn compaction_drops_the_past_and_keeps_the_present() {
     }
     store.close().await;
 }
+
+#[tokio::test]
+async fn the_present_is_read_while_the_writer_is_stuck() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut options = vedetta_db::Options::new(folder.path().join("vedetta.db"));
+    options.ballast = 0;
+    let db = Db::open(&options, &[SCHEMA]).unwrap();
+    let store = Store::open(db.clone(), Options::default()).await.unwrap();
+    store.put(Put::new("k", "before")).await.unwrap();
+
+    let (stuck, is_stuck) = tokio::sync::oneshot::channel();
+    let (release, released) = std::sync::mpsc::channel::<()>();
+    let held = tokio::spawn(async move {
+        let hold = move |_: &vedetta_db::Tx<'_>| {
+            let _ = stuck.send(());
+            let _ = released.recv();
+            Ok::<_, vedetta_db::Stop<()>>(())
+        };
+        db.write(vedetta_db::Purpose::Store, hold).await
+    });
+    is_stuck.await.unwrap();
+    let other = store.clone();
+    let waiting = tokio::spawn(async move { other.put(Put::new("k", "after")).await });
+
+    let read = tokio::time::timeout(Duration::from_secs(30), get(&store, "k")).await;
+    assert_eq!(read.expect("a read waits for no writer").as_deref(), Some("before"));
+    assert!(!waiting.is_finished());
+
+    release.send(()).unwrap();
+    held.await.unwrap().unwrap();
+    waiting.await.unwrap().unwrap();
+    assert_eq!(get(&store, "k").await.as_deref(), Some("after"));
+    store.close().await;
+}
