@@ -1,0 +1,33 @@
+//! Accepting connections, and letting them go.
+
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+use vedetta_kv::Store;
+
+use crate::{v2, v3};
+
+/// What is served.
+#[derive(Clone)]
+pub struct Endpoint {
+    pub(crate) store: Store,
+    /// The member's name, as etcd's clients show it.
+    pub(crate) name: String,
+    pub(crate) limits: Limits,
+}
+
+/// How much of the server clients may take.
+#[derive(Debug, Clone, Default)]
+pub struct Limits {}
+
+impl Endpoint {
+    /// Serves `store`.
+    pub fn new(store: Store) -> Self {
+        Self { store, name: "vedetta".into(), limits: Limits::default() }
+    }
+}
+
+/// Serves until `stop`.
+pub async fn serve(listener: TcpListener, endpoint: Endpoint, stop: CancellationToken) {
+    let router = v2::router(&endpoint, &stop).merge(v3::router(&endpoint, &stop));
+    let _ = axum::serve(listener, router).with_graceful_shutdown(stop.cancelled_owned()).await;
+}
