@@ -5,12 +5,12 @@
 //! caller never waits for company.
 //!
 //! ```text
-//!  one    run n ┐ commit n ─────── publish n ┐ answer n   run n+2 ···┐ commit n+2 …
-//!  other        └ run n+1 ···················┴ commit n+1 ─── publish┘ answer n+1
+//!  one    run n ┐ commit n ───────┐ publish n, answer ┐ run n+2 ···┐ commit n+2 …
+//!  other        └ run n+1 ········┴ commit n+1 ──────┴─────────────┘ publish n+1, answer
 //! ```
 //!
 //! A thread takes the desk (the queue) and runs the closures of a batch; then it takes the file (the only
-//! writing connection), leaves the desk to the other one, commits, publishes, and answers. So the closures
+//! writing connection), leaves the desk to the other one, commits, lets go of it, publishes, and answers. So the closures
 //! of a batch run while the batch before it is on its way to the disk, and see what that one prepared. A closure
 //! that wants SQL waits for the file. When a commit fails, the batch after it rests on what is lost, so it is
 //! lost, too.
@@ -144,7 +144,7 @@ pub trait Mirror: Send + Sync {
     fn undo(&self);
     /// All closures of the batch have run, and its commit begins: says what to write to the file for it.
     fn seal(&self) -> Rows;
-    /// The sealed batch is durable: show it.
+    /// The oldest sealed batch is durable: show it.
     fn publish(&self);
     /// All that was not published is lost: drop it.
     fn discard(&self);
@@ -229,6 +229,8 @@ where
 pub(crate) struct Writer {
     desk: Mutex<Desk>,
     file: Mutex<File>,
+    /// Who has it publishes. Taken before the file is let go, so that batches are published in order.
+    publishing: Mutex<()>,
     mirrors: RwLock<Vec<Box<dyn Mirror>>>,
     /// How often what was not published was lost.
     losses: AtomicU64,
@@ -477,6 +479,7 @@ impl Writer {
         let writer = Self {
             desk: Mutex::new(Desk { inbox, waiting: VecDeque::new(), received: Vec::new() }),
             file: Mutex::new(file),
+            publishing: Mutex::new(()),
             mirrors: RwLock::default(),
             losses: AtomicU64::new(0),
             // At the start the disk may be full.
@@ -513,7 +516,7 @@ impl Writer {
             }
             if let Some(Message::Attach(_)) = desk.waiting.front() {
                 // Nothing is under way that it would see half of.
-                let _file = self.file.lock();
+                let (_file, _publishing) = (self.file.lock(), self.publishing.lock());
                 if let Some(Message::Attach(mirror)) = desk.waiting.pop_front() {
                     self.mirrors.write().push(mirror);
                 }
@@ -556,7 +559,9 @@ impl Writer {
         }
         if batch.kept == 0 {
             roll_back(&file.connection);
-            drop(file);
+            // What was refused may rest on the batch before: its caller must be able to see that.
+            let publishing = self.publishing.lock();
+            drop((publishing, file));
             return batch.answer(&Ok(()));
         }
         let rows = mirrors.iter().map(|mirror| mirror.seal()).collect();
@@ -569,8 +574,6 @@ impl Writer {
             return self.lose(file, mirrors, batch, lost);
         }
         failpoint("db.committed");
-        mirrors.iter().for_each(|mirror| mirror.publish());
-        failpoint("db.published");
         // Who freed room is told when it counts as free; others need not wait for the measuring.
         if batch.purpose() == Purpose::Reclaim {
             self.measure(&mut file);
@@ -578,7 +581,11 @@ impl Writer {
         let File { wal, connection, since_measured, .. } = &mut *file;
         wal.committed(connection);
         *since_measured += 1;
+        let publishing = self.publishing.lock();
         drop(file);
+        mirrors.iter().for_each(|mirror| mirror.publish());
+        drop(publishing);
+        failpoint("db.published");
         batch.answer(&Ok(()));
         if let Some(mut file) = self.file.try_lock()
             && file.since_measured > 0
@@ -662,10 +669,11 @@ impl Writer {
     ) {
         roll_back(&file.connection);
         file.lost = Some(why.clone());
+        let publishing = self.publishing.lock();
         mirrors.iter().for_each(|mirror| mirror.discard());
         // Not before: what ran on what is dropped now must notice.
         self.losses.fetch_add(1, Ordering::AcqRel);
-        drop(file);
+        drop((publishing, file));
         batch.answer(&Err(why));
     }
 

@@ -2,11 +2,12 @@
 //!
 //! It lies over the index: the writer's closures read through it, so each sees those before it. A
 //! closure that is undone takes its part back; a batch is sealed when its commit begins, and published
-//! when it is durable. Closures of the next batch run meanwhile: there are two layers, the sealed one below.
+//! when it is durable. Closures of the next batches run meanwhile, over the sealed layers.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::hash::BuildHasher as _;
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -28,33 +29,33 @@ pub(crate) struct Pending {
     pub(crate) compacted: Revision,
     /// The batch whose closures run now.
     now: Layer,
-    /// The batch in commit.
-    sealed: Layer,
+    /// The batches in commit or being published, the oldest first.
+    sealed: VecDeque<Arc<Layer>>,
     hasher: DefaultHashBuilder,
     /// Where the running closure started.
     unit: Mark,
-    /// Where the sealed batch ended.
-    seal: Mark,
     /// What is published.
     published: Mark,
 }
 
 /// The changes of one batch.
 #[derive(Debug, Default)]
-struct Layer {
+pub(crate) struct Layer {
     /// The events, in order.
-    events: Vec<Event>,
-    /// For each event, where the index had its key.
-    places: Vec<Option<usize>>,
+    pub(crate) events: Vec<Event>,
+    /// For each event, where the index had its key when it was recorded.
+    pub(crate) places: Vec<Option<usize>>,
     /// For each event, the one before it that changed the same key in this batch.
     earlier: Vec<Option<usize>>,
     /// The last event of each key, found by its key.
     keys: HashTable<usize>,
     /// Leases, in order.
-    leases: Vec<LeaseChange>,
+    pub(crate) leases: Vec<LeaseChange>,
     /// The rows: where in `encoded` each lies.
     rows: Vec<(Revision, Range<usize>)>,
     encoded: Vec<u8>,
+    /// Where the store is after it.
+    pub(crate) end: Mark,
 }
 
 impl Layer {
@@ -81,32 +82,12 @@ impl Layer {
         }
         None
     }
-
-    fn clear(&mut self) {
-        self.keys.clear();
-        self.earlier.clear();
-        self.places.clear();
-        self.events.clear();
-        self.leases.clear();
-        self.rows.clear();
-        self.encoded.clear();
-    }
-}
-
-/// What a durable batch changed.
-pub(crate) struct Batch {
-    pub(crate) revision: Revision,
-    pub(crate) compacted: Revision,
-    pub(crate) events: Vec<Event>,
-    /// For each event, where the index had its key when it was recorded.
-    pub(crate) places: Vec<Option<usize>>,
-    pub(crate) leases: Vec<LeaseChange>,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
-struct Mark {
-    revision: Revision,
-    compacted: Revision,
+pub(crate) struct Mark {
+    pub(crate) revision: Revision,
+    pub(crate) compacted: Revision,
     events: usize,
     leases: usize,
     rows: usize,
@@ -122,8 +103,7 @@ pub(crate) enum LeaseChange {
 impl Pending {
     pub(crate) fn new(revision: Revision, compacted: Revision) -> Self {
         let mark = Mark { revision, compacted, ..Mark::default() };
-        let (unit, seal, published) = (mark, mark, mark);
-        Self { revision, compacted, unit, seal, published, ..Self::default() }
+        Self { revision, compacted, unit: mark, published: mark, ..Self::default() }
     }
 
     fn mark(&self) -> Mark {
@@ -203,36 +183,37 @@ impl Pending {
 
     /// The commit of the batch begins: hands out its rows.
     pub(crate) fn seal(&mut self) -> Rows {
-        debug_assert!(self.sealed.events.is_empty(), "the batch before is published or discarded");
-        std::mem::swap(&mut self.now, &mut self.sealed);
+        // The next batch will most likely be about as large.
+        let room = Vec::with_capacity(self.now.events.len());
+        let mut layer = std::mem::take(&mut self.now);
+        self.now.events = room;
+        let rows = std::mem::take(&mut layer.rows);
+        let encoded = std::mem::take(&mut layer.encoded);
         self.unit = self.mark();
-        self.seal = self.unit;
-        let rows = std::mem::take(&mut self.sealed.rows);
-        let encoded = std::mem::take(&mut self.sealed.encoded);
+        layer.end = self.unit;
+        self.sealed.push_back(Arc::new(layer));
         Box::new(move |connection| append(connection, rows, &encoded))
     }
 
-    /// The sealed batch is durable: hands out what is to be shown.
-    pub(crate) fn take(&mut self) -> Batch {
-        // The next batch will most likely be about as large.
-        let room = Vec::with_capacity(self.sealed.events.len());
-        let events = std::mem::replace(&mut self.sealed.events, room);
-        let leases = std::mem::take(&mut self.sealed.leases);
-        let places = std::mem::take(&mut self.sealed.places);
-        self.sealed.clear();
-        self.published = self.seal;
-        let Mark { revision, compacted, .. } = self.seal;
-        Batch { revision, compacted, events, places, leases }
+    /// The oldest sealed batch, which is durable and to be shown.
+    pub(crate) fn oldest(&self) -> Option<Arc<Layer>> {
+        self.sealed.front().cloned()
+    }
+
+    /// The oldest sealed batch is shown.
+    pub(crate) fn forget_oldest(&mut self) {
+        if let Some(shown) = self.sealed.pop_front() {
+            self.published = shown.end;
+        }
     }
 
     /// All that is not published is lost.
     pub(crate) fn discard(&mut self) {
-        self.now.clear();
+        self.now = Layer::default();
         self.sealed.clear();
         self.revision = self.published.revision;
         self.compacted = self.published.compacted;
         self.unit = self.mark();
-        self.seal = self.unit;
     }
 
     /// The key as the next closure should see it.
@@ -256,13 +237,18 @@ impl Pending {
     /// The last event of a key.
     fn last(&self, key: &[u8]) -> Option<&Event> {
         let hash = self.hasher.hash_one(key);
-        self.now.last(hash, key).or_else(|| self.sealed.last(hash, key))
+        self.layers().rev().find_map(|layer| layer.last(hash, key))
+    }
+
+    /// The oldest first.
+    fn layers(&self) -> impl DoubleEndedIterator<Item = &Layer> {
+        self.sealed.iter().map(|layer| &**layer).chain([&self.now])
     }
 
     /// All keys of `range` as of `at`, in order.
     pub(crate) fn collect(&self, index: &Index, range: &KeyRange, at: Revision) -> Vec<Found> {
         let mut touched: BTreeMap<&[u8], Option<Found>> = BTreeMap::new();
-        for layer in [&self.sealed, &self.now] {
+        for layer in self.layers() {
             for &last in &layer.keys {
                 let key = layer.events[last].key();
                 if range.contains(key)
@@ -295,7 +281,7 @@ impl Pending {
         published: impl IntoIterator<Item = Bytes>,
     ) -> Vec<Bytes> {
         let mut keys: Vec<Bytes> = published.into_iter().collect();
-        let here = self.sealed.lasts().chain(self.now.lasts()).filter_map(Event::now);
+        let here = self.layers().flat_map(Layer::lasts).filter_map(Event::now);
         let attached = here.filter(|now| now.lease() == Some(lease));
         keys.extend(attached.map(|now| Bytes::copy_from_slice(now.key())));
         keys.sort_unstable();
@@ -306,7 +292,7 @@ impl Pending {
 
     /// Lease changes, the last first.
     fn lease_changes(&self) -> impl Iterator<Item = &LeaseChange> {
-        self.now.leases.iter().rev().chain(self.sealed.leases.iter().rev())
+        self.layers().rev().flat_map(|layer| layer.leases.iter().rev())
     }
 
     /// Whether a lease exists as far as is known here; `None` when it was not touched.

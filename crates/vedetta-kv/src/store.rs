@@ -15,7 +15,7 @@ use crate::engine::{self, Draft, Engine};
 use crate::index::{Found, Index};
 use crate::lease::{Leases, Renewal};
 use crate::load;
-use crate::pending::{Batch, LeaseChange, Pending};
+use crate::pending::{LeaseChange, Pending};
 use crate::range;
 use crate::request::{Delete, Deleted, KvError, Op, Put, PutDone, Range, Ranged, Txn, TxnDone};
 use crate::watch::{Block, Hub};
@@ -531,17 +531,18 @@ impl Mirror for Publisher {
     }
 
     fn publish(&self) {
-        // Held until all is shown, so that closures of the next batch see it here or there.
-        let mut pending = self.0.pending.lock();
-        let Batch { revision, compacted, events, places, leases } = pending.take();
+        let Some(layer) = self.0.pending.lock().oldest() else { return };
         {
             let mut index = self.0.index.write();
-            events.iter().zip(places).for_each(|(event, place)| index.apply(event, place));
-            index.revision = revision;
-            index.compacted = compacted;
+            let changes = layer.events.iter().zip(&layer.places);
+            changes.for_each(|(event, place)| index.apply(event, *place));
+            index.revision = layer.end.revision;
+            index.compacted = layer.end.compacted;
         }
-        self.0.leases.publish(&leases, &events);
-        drop(pending);
+        self.0.leases.publish(&layer.leases, &layer.events);
+        // Not before: closures of the next batches see it there or here.
+        self.0.pending.lock().forget_oldest();
+        let events = Arc::into_inner(layer).map(|layer| layer.events).unwrap_or_default();
         if let Some(last) = events.last().map(|event| event.revision) {
             self.0.hub.publish(Block::new(last, events));
         }
