@@ -2,6 +2,7 @@
 
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use bytes::Bytes;
 use vedetta_core::{KeyRange, Revision};
@@ -10,6 +11,7 @@ use vedetta_db::rusqlite::Connection;
 
 use crate::index::{Found, Index};
 use crate::lease::Leases;
+use crate::load;
 use crate::pending::{LeaseChange, Pending};
 use crate::range::{self, FetchError, lease_number};
 use crate::request::{
@@ -17,10 +19,13 @@ use crate::request::{
     PutLease, PutValue, Range, Ranged, Txn, TxnDone,
 };
 use crate::store::Limits;
+use crate::update::WITH_DIRECTORY;
 use crate::{Cause, Change, Event, KeyValue, LeaseId, Stamps};
 
 /// How deep transactions may be nested. Evaluation recurses, so there must be an end.
 const DEPTH: usize = 32;
+/// The longest lease: what etcd allows, about 285 years.
+pub(crate) const TTL_LIMIT: Duration = Duration::from_secs(9_000_000_000);
 
 /// A put made ready by its caller, so that the writer thread need not allocate, copy or search for it.
 pub(crate) struct Draft {
@@ -50,6 +55,14 @@ pub(crate) struct Engine<'a> {
     pub(crate) leases: &'a Leases,
     /// The revision being made, once something changed.
     making: Option<Making>,
+}
+
+/// What sets one put apart from others.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Manner {
+    /// As if the key had not been there.
+    pub(crate) anew: bool,
+    pub(crate) tag: u8,
 }
 
 struct Making {
@@ -99,6 +112,10 @@ impl<'a> Engine<'a> {
     }
 
     pub(crate) fn put(&mut self, put: &Put, draft: Draft) -> Evaluated<PutDone> {
+        self.put_as(put, draft, Manner::default())
+    }
+
+    pub(crate) fn put_as(&mut self, put: &Put, draft: Draft, manner: Manner) -> Evaluated<PutDone> {
         let place = self.index.place(draft.record.key(), draft.place);
         let before = self.pending.latest_at(self.index, draft.record.key(), place);
         let missing = || Stop::Refused(KvError::KeyNotFound(put.key.clone()));
@@ -119,15 +136,17 @@ impl<'a> Engine<'a> {
             return refuse(KvError::LeaseNotFound(lease));
         }
         let revision = self.making();
+        let going_on = before.as_ref().filter(|_| !manner.anew);
         let stamps = Stamps {
-            created: before.as_ref().map_or(revision, KeyValue::created),
+            created: going_on.map_or(revision, KeyValue::created),
             modified: revision,
-            version: before.as_ref().map_or(0, KeyValue::version) + 1,
+            version: going_on.map_or(0, KeyValue::version) + 1,
             lease,
         };
         now.stamp(stamps);
         let previous = put.previous.then(|| before.clone()).flatten();
-        let event = Event { revision, change: Change::Put(now), previous: before };
+        let change = Change::Put(now);
+        let event = Event { revision, change, previous: before, tag: manner.tag };
         self.pending.record(event, place);
         Ok(PutDone { revision, previous })
     }
@@ -137,20 +156,31 @@ impl<'a> Engine<'a> {
         let count = gone.len();
         let previous = if delete.previous { gone.clone() } else { Vec::new() };
         for key in gone {
-            self.remove(key, Cause::Asked);
+            self.remove(key, Cause::Asked, 0);
         }
         Ok(Deleted { revision: self.pending.revision, count, previous })
     }
 
-    fn remove(&mut self, before: KeyValue, cause: Cause) {
+    fn remove(&mut self, before: KeyValue, cause: Cause, tag: u8) {
+        let key = Bytes::copy_from_slice(before.key());
+        self.record_gone(key, Some(before), cause, tag);
+    }
+
+    pub(crate) fn record_gone(
+        &mut self,
+        key: Bytes,
+        previous: Option<KeyValue>,
+        cause: Cause,
+        tag: u8,
+    ) {
         let revision = self.making();
-        let change = Change::Delete { key: Bytes::copy_from_slice(before.key()), cause };
-        let place = self.index.place(before.key(), None);
-        self.pending.record(Event { revision, change, previous: Some(before) }, place);
+        let place = self.index.place(&key, None);
+        let change = Change::Delete { key, cause };
+        self.pending.record(Event { revision, change, previous, tag }, place);
     }
 
     /// The keys of a range, as they are now.
-    fn now(&self, range: &KeyRange) -> Evaluated<Vec<KeyValue>> {
+    pub(crate) fn now(&self, range: &KeyRange) -> Evaluated<Vec<KeyValue>> {
         if let KeyRange::One(key) = range {
             return Ok(self.pending.latest(self.index, key).into_iter().collect());
         }
@@ -210,11 +240,59 @@ impl<'a> Engine<'a> {
     /// Ends a lease: its keys go in one revision.
     pub(crate) fn end_lease(&mut self, id: LeaseId, cause: Cause) -> Evaluated<()> {
         let keys = self.pending.keys_of(self.index, id, self.leases.keys(id));
+        let tree = self.is_tree(id);
         for key in keys {
             if let Some(before) = self.pending.latest(self.index, &key) {
-                self.remove(before, cause);
+                self.remove(before, cause, 0);
+            }
+            if tree && key.ends_with(b"/") {
+                for below in self.now(&KeyRange::prefix(key))? {
+                    self.remove(below, cause, WITH_DIRECTORY);
+                }
             }
         }
+        self.forget_lease(id)
+    }
+
+    /// Whether what is below the keys of a lease goes with them.
+    pub(crate) fn is_tree(&self, id: LeaseId) -> bool {
+        self.pending.granted(id).map_or_else(|| self.leases.is_tree(id), |(_, tree)| tree)
+    }
+
+    /// Grants a lease; without a wished id, one is chosen. `age_ms` is the store's.
+    pub(crate) fn grant(
+        &mut self,
+        id: Option<LeaseId>,
+        ttl: Duration,
+        tree: bool,
+        age_ms: i64,
+    ) -> Evaluated<LeaseId> {
+        if ttl > TTL_LIMIT {
+            return refuse(KvError::TtlTooLarge { limit: TTL_LIMIT.as_secs() });
+        }
+        let id = match id {
+            Some(id) if self.has_lease(id) => return refuse(KvError::LeaseExists(id)),
+            Some(id) => id,
+            None => loop {
+                match LeaseId::new(fastrand::i64(1..)) {
+                    Some(id) if !self.has_lease(id) => break id,
+                    _ => {}
+                }
+            },
+        };
+        let ttl_ms = i64::try_from(ttl.as_millis()).unwrap_or(i64::MAX);
+        let deadline = age_ms.saturating_add(ttl_ms);
+        let sql = "INSERT INTO lease (id, ttl_ms, deadline_ms, renewed, tree, checksum)
+                   VALUES (?1, ?2, ?3, 0, ?4, ?5)";
+        let checksum = load::lease_checksum(id.get(), ttl_ms, deadline, tree);
+        let mut insert = self.file().prepare_cached(sql)?;
+        insert.execute((id.get(), ttl_ms, deadline, tree, checksum))?;
+        self.pending.change_lease(LeaseChange::Granted { id, ttl, tree });
+        Ok(id)
+    }
+
+    /// The lease itself, without its keys.
+    pub(crate) fn forget_lease(&mut self, id: LeaseId) -> Evaluated<()> {
         self.pending.change_lease(LeaseChange::Ended { id });
         self.file().prepare_cached("DELETE FROM lease WHERE id = ?1")?.execute([id.get()])?;
         Ok(())

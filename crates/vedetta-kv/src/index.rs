@@ -280,7 +280,7 @@ mod tests {
                 let stamps = Stamps { modified: revision, ..Stamps::default() };
                 Change::Put(KeyValue::new(stamps, b"k", b"v"))
             };
-            index.apply(&Event { revision, change, previous: None }, None);
+            index.apply(&Event { revision, change, previous: None, tag: 0 }, None);
         }
         index
     }

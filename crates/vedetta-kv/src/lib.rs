@@ -24,6 +24,7 @@ mod range;
 mod record;
 mod request;
 mod store;
+mod update;
 mod watch;
 
 pub use check::check;
@@ -35,8 +36,11 @@ pub use request::{
     PutLease, PutValue, Range, Ranged, SortBy, Txn, TxnDone,
 };
 pub use store::{Limits, OpenError, Options, SCHEMA, Status, Store};
+pub use update::{Update, WITH_DIRECTORY, Write};
 /// Why the database could not store something; part of [`KvError`].
 pub use vedetta_db::CommitError;
+/// What an update does to the disk; for [`Store::update`].
+pub use vedetta_db::Purpose;
 pub use watch::{Batch, WatchError, WatchOptions, Watcher};
 
 use bytes::Bytes;
@@ -51,6 +55,8 @@ pub struct Event {
     pub change: Change,
     /// The key before, if it existed and that value is still kept.
     pub previous: Option<KeyValue>,
+    /// A note of whoever made the change, kept with it; 0 when there is none. See [`Write::tag`].
+    pub tag: u8,
 }
 
 /// What happened to a key.

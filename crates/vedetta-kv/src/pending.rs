@@ -21,6 +21,9 @@ use crate::codec;
 use crate::index::{Found, Index};
 use crate::{Event, KeyValue, LeaseId};
 
+/// Keys looked at together when one is enough.
+const FEW: usize = 16;
+
 #[derive(Debug, Default)]
 pub(crate) struct Pending {
     /// The newest revision given out, published or not.
@@ -95,7 +98,7 @@ pub(crate) struct Mark {
 
 #[derive(Debug, Clone)]
 pub(crate) enum LeaseChange {
-    Granted { id: LeaseId, ttl: Duration },
+    Granted { id: LeaseId, ttl: Duration, tree: bool },
     Renewed { id: LeaseId },
     Ended { id: LeaseId },
 }
@@ -302,6 +305,32 @@ impl Pending {
             LeaseChange::Ended { id: other } if *other == id => Some(false),
             _ => None,
         })
+    }
+
+    /// If a lease is granted here: for how long, and whether what is below its keys goes with them.
+    pub(crate) fn granted(&self, id: LeaseId) -> Option<(Duration, bool)> {
+        self.lease_changes().find_map(|change| match *change {
+            LeaseChange::Granted { id: other, ttl, tree } if other == id => Some((ttl, tree)),
+            _ => None,
+        })
+    }
+
+    /// The first key of `range` as the next closure should see it, without walking the whole of it.
+    pub(crate) fn first(&self, index: &Index, range: &KeyRange) -> Option<KeyValue> {
+        let changed = self.layers().flat_map(Layer::lasts).filter(|event| range.contains(event.key()));
+        let ours = changed.filter_map(|event| self.latest(index, event.key()));
+        let ours = ours.min_by(|a, b| a.key().cmp(b.key()));
+        let (mut published, mut from) = (None, None);
+        loop {
+            from = index.visit(range, from.as_deref(), self.revision, FEW, |visit| {
+                if published.is_none() {
+                    published = self.latest(index, visit.key());
+                }
+            });
+            if published.is_some() || from.is_none() {
+                return ours.into_iter().chain(published).min_by(|a, b| a.key().cmp(b.key()));
+            }
+        }
     }
 
     /// Whether a lease is given a new deadline, by renewing it or by granting it anew.

@@ -97,7 +97,8 @@ struct Registry {
 
 #[derive(Debug, Default)]
 struct Group {
-    cells: Vec<Arc<Cell>>,
+    /// Each with which of its ranges this is.
+    cells: Vec<(Arc<Cell>, usize)>,
 }
 
 /// What the fan-out thread knows of a watcher.
@@ -107,8 +108,8 @@ struct Cell {
     /// is awake or has a wake-up waiting.
     owed: AtomicU64,
     wake: Notify,
-    /// Its place in its group.
-    place: AtomicUsize,
+    /// For each of its ranges, its place in the group.
+    places: Box<[AtomicUsize]>,
 }
 
 impl Hub {
@@ -235,22 +236,26 @@ impl Registry {
         }
     }
 
-    fn add(&mut self, range: &KeyRange, cell: Arc<Cell>) {
-        let group = self.group(range);
-        cell.place.store(group.cells.len(), Ordering::Relaxed);
-        group.cells.push(cell);
+    fn add(&mut self, ranges: &[KeyRange], cell: &Arc<Cell>) {
+        for (nth, range) in ranges.iter().enumerate() {
+            let group = self.group(range);
+            cell.places[nth].store(group.cells.len(), Ordering::Relaxed);
+            group.cells.push((Arc::clone(cell), nth));
+        }
         self.count += 1;
     }
 
-    fn remove(&mut self, range: &KeyRange, cell: &Cell) {
-        let place = cell.place.load(Ordering::Relaxed);
-        let group = self.group(range);
-        group.cells.swap_remove(place);
-        if let Some(moved) = group.cells.get(place) {
-            moved.place.store(place, Ordering::Relaxed);
-        }
-        if group.cells.is_empty() {
-            self.forget(range);
+    fn remove(&mut self, ranges: &[KeyRange], cell: &Cell) {
+        for (nth, range) in ranges.iter().enumerate() {
+            let place = cell.places[nth].load(Ordering::Relaxed);
+            let group = self.group(range);
+            group.cells.swap_remove(place);
+            if let Some((moved, theirs)) = group.cells.get(place) {
+                moved.places[*theirs].store(place, Ordering::Relaxed);
+            }
+            if group.cells.is_empty() {
+                self.forget(range);
+            }
         }
         self.count -= 1;
     }
@@ -313,13 +318,13 @@ impl Registry {
     }
 
     fn wake_all(&self) {
-        self.groups().flat_map(|group| &group.cells).for_each(|cell| cell.wake.notify_one());
+        self.groups().flat_map(|group| &group.cells).for_each(|(cell, _)| cell.wake.notify_one());
     }
 }
 
 impl Group {
     fn mark(&self, revision: Revision) {
-        self.cells.iter().for_each(|cell| cell.owe(revision));
+        self.cells.iter().for_each(|(cell, _)| cell.owe(revision));
     }
 }
 
@@ -371,12 +376,12 @@ pub enum WatchError {
     Unreadable(#[source] KvError),
 }
 
-/// Follows the changes of a range of keys. Dropping it ends the watch.
+/// Follows the changes of one or more ranges of keys. Dropping it ends the watch.
 pub struct Watcher {
     shared: Arc<Shared>,
     db: Db,
     cell: Arc<Cell>,
-    range: KeyRange,
+    ranges: Arc<[KeyRange]>,
     options: WatchOptions,
     /// Everything before was handed out.
     next: Revision,
@@ -391,16 +396,16 @@ impl Watcher {
     pub(crate) fn new(
         shared: Arc<Shared>,
         db: Db,
-        range: KeyRange,
+        ranges: Arc<[KeyRange]>,
         options: WatchOptions,
     ) -> Result<Self, WatchError> {
         let cell = Arc::new(Cell {
             owed: AtomicU64::new(NOTHING),
             wake: Notify::new(),
-            place: AtomicUsize::new(0),
+            places: ranges.iter().map(|_| AtomicUsize::new(0)).collect(),
         });
         // From here on nothing new is missed; what is older is owed.
-        shared.hub.registry.lock().add(&range, Arc::clone(&cell));
+        shared.hub.registry.lock().add(&ranges, &cell);
         let (current, oldest) = {
             let index = shared.index.read();
             (index.revision, index.compacted)
@@ -411,7 +416,7 @@ impl Watcher {
         if next <= current {
             cell.owe(next);
         }
-        let watcher = Self { shared, db, cell, range, options, next, reading: None };
+        let watcher = Self { shared, db, cell, ranges, options, next, reading: None };
         if from < oldest {
             return Err(WatchError::Compacted { asked: from, oldest });
         }
@@ -473,8 +478,8 @@ impl Watcher {
         if more {
             self.cell.owe(self.next);
         }
-        let (range, options) = (self.range.clone(), self.options.clone());
-        Ok(Batch { blocks, from, range, options })
+        let (ranges, options) = (Arc::clone(&self.ranges), self.options.clone());
+        Ok(Batch { blocks, from, ranges, options })
     }
 
     /// Reads rows from the file, keeping what concerns this watcher.
@@ -482,11 +487,11 @@ impl Watcher {
         &self,
         from: Revision,
     ) -> impl Future<Output = Result<Block, WatchError>> + Send + 'static {
-        let (shared, range) = (Arc::clone(&self.shared), self.range.clone());
+        let (shared, ranges) = (Arc::clone(&self.shared), Arc::clone(&self.ranges));
         let (db, previous) = (self.db.clone(), self.options.previous);
         async move {
             let at = Arc::clone(&shared);
-            let read = db.read(move |c| Ok(read_history(c, &at, from, &range, previous))).await;
+            let read = db.read(move |c| Ok(read_history(c, &at, from, &ranges, previous))).await;
             let oldest = shared.index.read().compacted;
             if from < oldest {
                 return Err(WatchError::Compacted { asked: from, oldest });
@@ -503,13 +508,13 @@ impl Watcher {
 impl fmt::Debug for Watcher {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut debug = f.debug_struct("Watcher");
-        debug.field("range", &self.range).field("next", &self.next).finish_non_exhaustive()
+        debug.field("ranges", &self.ranges).field("next", &self.next).finish_non_exhaustive()
     }
 }
 
 impl Drop for Watcher {
     fn drop(&mut self) {
-        self.shared.hub.registry.lock().remove(&self.range, &self.cell);
+        self.shared.hub.registry.lock().remove(&self.ranges, &self.cell);
     }
 }
 
@@ -517,7 +522,7 @@ fn read_history(
     connection: &rusqlite::Connection,
     shared: &Shared,
     from: Revision,
-    range: &KeyRange,
+    ranges: &[KeyRange],
     previous: bool,
 ) -> Result<Block, FetchError> {
     // Rows beyond are durable, but readers and the index do not know them yet.
@@ -539,7 +544,7 @@ fn read_history(
         let body = row.get_ref(1)?.as_blob().map_err(rusqlite::Error::from)?;
         bytes += body.len();
         codec::decode(revision, body, |event| {
-            if range.contains(event.key()) {
+            if ranges.iter().any(|range| range.contains(event.key())) {
                 events.push(event);
             }
         })
@@ -586,7 +591,7 @@ fn check_next(
 pub struct Batch {
     blocks: Vec<Arc<Block>>,
     from: Revision,
-    range: KeyRange,
+    ranges: Arc<[KeyRange]>,
     options: WatchOptions,
 }
 
@@ -600,7 +605,7 @@ impl Batch {
                     Change::Put(_) => !self.options.no_puts,
                     Change::Delete { .. } => !self.options.no_deletes,
                 }
-                && self.range.contains(event.key())
+                && self.ranges.iter().any(|range| range.contains(event.key()))
         })
     }
 }
