@@ -1,5 +1,6 @@
 //! The store as its users hold it.
 
+use std::fs::{self, File};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -7,7 +8,8 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, RwLock};
 use vedetta_core::{KeyRange, Revision};
 use vedetta_db::{
-    CommitError, Db, Mirror, Purpose, Rows, Schema, Stop, WriteError, failpoint, rusqlite,
+    BackupError, CommitError, Db, Mirror, Purpose, Rows, Schema, Stop, WriteError, backup,
+    failpoint, rusqlite,
 };
 
 use crate::compact::{Keep, Sweeper};
@@ -176,6 +178,21 @@ impl Store {
             sweeper,
             threads: Arc::new(Threads(Mutex::new(vec![sweeping, fan_out, leases]))),
         })
+    }
+
+    /// A copy of the last commit's state, which [`vedetta_db::backup`] explains. The file has no name
+    /// and is gone once it is closed.
+    pub async fn snapshot(&self) -> Result<File, BackupError> {
+        let database = self.db.file().to_owned();
+        off_the_runtime(move || {
+            let name = format!("snapshot-{:016x}.db", fastrand::u64(..));
+            let target = database.with_file_name(name);
+            backup(&database, &target)?;
+            let opened = File::open(&target);
+            fs::remove_file(&target)?;
+            Ok(opened?)
+        })
+        .await
     }
 
     /// Ends all watches, then the store's threads, then the database below, in that order; returns
@@ -383,6 +400,11 @@ impl Store {
         options: WatchOptions,
     ) -> Result<Watcher, WatchError> {
         Watcher::new(Arc::clone(&self.shared), self.db.clone(), ranges.into(), options)
+    }
+
+    /// The newest revision.
+    pub fn revision(&self) -> Revision {
+        self.shared.index.read().revision
     }
 
     /// Where the store stands.
