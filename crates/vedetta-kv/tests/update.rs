@@ -81,6 +81,10 @@ async fn an_update_that_refuses_leaves_nothing() {
     assert!(matches!(twice.await, Err(KvError::DuplicateKey(key)) if key == "b"));
     let large = update(&store, |update| update.put("b", vec![0; 2 << 20], Write::default()));
     assert!(matches!(large.await, Err(KvError::ValueTooLarge { .. })));
+    let much = update(&store, |update| {
+        (0..2).try_for_each(|n| update.put(format!("b{n}"), vec![0; 1 << 20], Write::default()))
+    });
+    assert!(matches!(much.await, Err(KvError::RequestTooLarge { .. })));
     assert_eq!((get(&store, "a").await, get(&store, "b").await), (Some("1".into()), None));
     assert_eq!((store.status().revision, store.status().leases), (Revision(2), 0));
     let store = reopen(&store, folder.path()).await;
@@ -205,14 +209,14 @@ async fn a_lease_is_released_once_no_key_has_it() {
     update(&store, |update| {
         assert!(update.remaining(id(-1)).is_some_and(|left| left <= LONG && !left.is_zero()));
         update.put("a", "", Write::default())?;
-        update.release(id(-1))
+        update.release(&[id(-1)].into())
     })
     .await
     .unwrap();
     assert_eq!(store.leases(), [id(-1)], "b still goes with it");
     update(&store, |update| {
         update.delete("b", 0)?;
-        update.release(id(-1))?;
+        update.release(&[id(-1)].into())?;
         assert_eq!(update.remaining(id(-1)), None);
         Ok(())
     })
@@ -220,7 +224,7 @@ async fn a_lease_is_released_once_no_key_has_it() {
     .unwrap();
     assert!(store.leases().is_empty());
     let plain = store.grant(None, LONG).await.unwrap();
-    update(&store, move |update| update.release(plain)).await.unwrap();
+    update(&store, move |update| update.release(&[plain].into())).await.unwrap();
     assert_eq!(store.leases(), [plain], "not one of ours to end");
     store.close().await;
 }
