@@ -19,9 +19,6 @@ use crate::codec;
 use crate::index::{Found, Index};
 use crate::{Event, KeyValue, LeaseId};
 
-/// Keys looked at together when one is enough.
-const FEW: usize = 16;
-
 #[derive(Debug, Default)]
 pub(crate) struct Pending {
     /// The newest revision given out, published or not.
@@ -285,17 +282,8 @@ impl Pending {
         let changed = self.events.iter().filter(|event| range.contains(event.key()));
         let ours = changed.filter_map(|event| self.latest(index, event.key()));
         let ours = ours.min_by(|a, b| a.key().cmp(b.key()));
-        let (mut published, mut from) = (None, None);
-        loop {
-            from = index.visit(range, from.as_deref(), self.revision, FEW, |visit| {
-                if published.is_none() {
-                    published = self.latest(index, visit.key());
-                }
-            });
-            if published.is_some() || from.is_none() {
-                return ours.into_iter().chain(published).min_by(|a, b| a.key().cmp(b.key()));
-            }
-        }
+        let published = index.first(range, |key| self.latest(index, key));
+        ours.into_iter().chain(published).min_by(|a, b| a.key().cmp(b.key()))
     }
 
     /// Whether this batch gives a lease a new deadline, by renewing it or by granting it anew.

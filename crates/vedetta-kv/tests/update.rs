@@ -8,7 +8,7 @@ use support::{get, one, open, open_db, put, reopen, soon, story, take};
 use vedetta_core::{KeyRange, Revision};
 use vedetta_db::rusqlite;
 use vedetta_kv::{
-    Cause, Change, Event, KvError, LeaseId, Options, Purpose, Put, Range, Store, Update,
+    Cause, Change, Delete, Event, KvError, LeaseId, Options, Purpose, Put, Range, Store, Update,
     WITH_DIRECTORY, WatchOptions, Write,
 };
 
@@ -59,6 +59,25 @@ async fn an_update_sees_its_own_changes_and_is_one_revision() {
     let events = since(&store, 3, 3).await;
     assert_eq!(story(&events), ["a/1=new", "-a/2", "a/3=new"]);
     assert!(events.iter().all(|event| event.revision == Revision(3)));
+    store.close().await;
+}
+
+#[tokio::test]
+async fn the_present_is_seen_without_what_is_gone() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = open(folder.path()).await;
+    for n in 0..100 {
+        put(&store, format!("a/{n:02}"), "1").await;
+    }
+    let gone = KeyRange::Between("a/".into(), "a/98".into());
+    store.delete(Delete { range: gone, previous: false }).await.unwrap();
+    store.present(|present| {
+        assert_eq!(present.revision(), Revision(102));
+        assert_eq!(present.first(&KeyRange::prefix("a/")).unwrap().key(), b"a/98");
+        assert_eq!(present.first(&KeyRange::prefix("a/1")), None);
+        assert_eq!(present.get(b"a/99").unwrap().value(), b"1");
+        assert_eq!((present.get(b"a/10"), present.get(b"b")), (None, None));
+    });
     store.close().await;
 }
 
