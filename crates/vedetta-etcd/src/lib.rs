@@ -8,3 +8,6 @@ mod v2;
 mod v3;
 
 pub use serve::{Endpoint, Limits, serve};
+
+/// The release of etcd that is spoken here.
+pub(crate) const ETCD_VERSION: &str = "3.4.23";

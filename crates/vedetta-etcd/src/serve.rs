@@ -12,6 +12,8 @@ pub struct Endpoint {
     pub(crate) store: Store,
     /// The member's name, as etcd's clients show it.
     pub(crate) name: String,
+    /// Where it is served; known once it is.
+    pub(crate) url: String,
     pub(crate) limits: Limits,
 }
 
@@ -22,12 +24,22 @@ pub struct Limits {}
 impl Endpoint {
     /// Serves `store`.
     pub fn new(store: Store) -> Self {
-        Self { store, name: "vedetta".into(), limits: Limits::default() }
+        Self { store, name: "vedetta".into(), url: String::new(), limits: Limits::default() }
+    }
+
+    pub(crate) fn cluster_id(&self) -> u64 {
+        1
+    }
+
+    pub(crate) fn member_id(&self) -> u64 {
+        2
     }
 }
 
 /// Serves until `stop`.
-pub async fn serve(listener: TcpListener, endpoint: Endpoint, stop: CancellationToken) {
+pub async fn serve(listener: TcpListener, mut endpoint: Endpoint, stop: CancellationToken) {
+    let Ok(address) = listener.local_addr() else { return };
+    endpoint.url = format!("http://{address}");
     let router = v2::router(&endpoint, &stop).merge(v3::router(&endpoint, &stop));
     let _ = axum::serve(listener, router).with_graceful_shutdown(stop.cancelled_owned()).await;
 }
