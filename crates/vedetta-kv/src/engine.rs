@@ -336,7 +336,7 @@ pub(crate) fn check_put(put: &Put, limits: &Limits) -> Result<usize, KvError> {
     check_size(put.key.len() + value, limits)
 }
 
-fn check_size(size: usize, limits: &Limits) -> Result<usize, KvError> {
+pub(crate) fn check_size(size: usize, limits: &Limits) -> Result<usize, KvError> {
     if size > limits.request {
         return Err(KvError::RequestTooLarge { size, limit: limits.request });
     }

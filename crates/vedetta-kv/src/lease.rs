@@ -169,6 +169,11 @@ impl Leases {
         })
     }
 
+    pub(crate) fn remaining(&self, id: LeaseId) -> Option<Duration> {
+        let state = self.state.lock();
+        Some(state.live.get(&id)?.deadline.saturating_duration_since(Instant::now()))
+    }
+
     pub(crate) fn ids(&self) -> Vec<LeaseId> {
         let mut ids: Vec<_> = self.state.lock().live.keys().copied().collect();
         ids.sort_unstable();

@@ -20,6 +20,7 @@ mod index;
 mod lease;
 mod load;
 mod pending;
+mod present;
 mod range;
 mod record;
 mod request;
@@ -30,6 +31,7 @@ mod watch;
 pub use check::check;
 pub use compact::Keep;
 pub use lease::{LeaseId, LeaseInfo};
+pub use present::Present;
 pub use record::{KeyValue, Stamps};
 pub use request::{
     Compare, CompareOp, CompareTarget, Delete, Deleted, KvError, Op, OpReply, Order, Put, PutDone,

@@ -21,9 +21,6 @@ use crate::codec;
 use crate::index::{Found, Index};
 use crate::{Event, KeyValue, LeaseId};
 
-/// Keys looked at together when one is enough.
-const FEW: usize = 16;
-
 #[derive(Debug, Default)]
 pub(crate) struct Pending {
     /// The newest revision given out, published or not.
@@ -122,6 +119,11 @@ impl Pending {
     /// How many events the batch has so far.
     pub(crate) fn events(&self) -> usize {
         self.now.events.len()
+    }
+
+    /// All events that are not published yet.
+    pub(crate) fn changes(&self) -> impl Iterator<Item = &Event> {
+        self.layers().flat_map(|layer| &layer.events)
     }
 
     pub(crate) fn change_lease(&mut self, change: LeaseChange) {
@@ -320,17 +322,8 @@ impl Pending {
         let changed = self.layers().flat_map(Layer::lasts).filter(|event| range.contains(event.key()));
         let ours = changed.filter_map(|event| self.latest(index, event.key()));
         let ours = ours.min_by(|a, b| a.key().cmp(b.key()));
-        let (mut published, mut from) = (None, None);
-        loop {
-            from = index.visit(range, from.as_deref(), self.revision, FEW, |visit| {
-                if published.is_none() {
-                    published = self.latest(index, visit.key());
-                }
-            });
-            if published.is_some() || from.is_none() {
-                return ours.into_iter().chain(published).min_by(|a, b| a.key().cmp(b.key()));
-            }
-        }
+        let published = index.first(range, |key| self.latest(index, key));
+        ours.into_iter().chain(published).min_by(|a, b| a.key().cmp(b.key()))
     }
 
     /// Whether a lease is given a new deadline, by renewing it or by granting it anew.

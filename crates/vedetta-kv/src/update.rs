@@ -33,6 +33,8 @@ pub struct Update<'a> {
     limits: &'a Limits,
     age_ms: i64,
     changed: HashSet<Bytes>,
+    /// Bytes put so far.
+    size: usize,
     /// What SQLite said, if it failed: then nothing of this stands, whatever the closure answers.
     failed: Option<rusqlite::Error>,
 }
@@ -63,6 +65,7 @@ impl Store {
                 limits: &options.limits,
                 age_ms: shared.age.now_ms(),
                 changed: HashSet::new(),
+                size: 0,
                 failed: None,
             };
             let answer = work(&mut update);
@@ -78,6 +81,11 @@ impl Store {
             WriteError::Lost(lost) => E::from(KvError::Lost(lost)),
             _ => unreachable!("a write ends in one of two ways"),
         })
+    }
+
+    /// What is left of a lease; `None` when there is none of that id.
+    pub fn remaining(&self, id: LeaseId) -> Option<Duration> {
+        self.shared.leases.remaining(id)
     }
 }
 
@@ -111,7 +119,8 @@ impl Update<'_> {
         write: Write,
     ) -> Result<(), KvError> {
         let mut put = Put::new(key, value);
-        engine::check_put(&put, self.limits)?;
+        self.size += engine::check_put(&put, self.limits)?;
+        engine::check_size(self.size, self.limits)?;
         put.lease = crate::PutLease::Set(write.lease);
         self.once(&put.key)?;
         let manner = Manner { anew: write.anew, tag: write.tag };
@@ -136,17 +145,30 @@ impl Update<'_> {
         self.settle(granted).map(drop)
     }
 
-    /// Ends a lease of [`Update::grant_tree`] that no key goes with any more; leaves any other alone.
-    pub fn release(&mut self, id: LeaseId) -> Result<(), KvError> {
-        let Engine { pending, leases, index, .. } = &self.engine;
-        if !self.engine.has_lease(id)
-            || !self.engine.is_tree(id)
-            || !pending.keys_of(index, id, leases.keys(id)).is_empty()
-        {
+    /// Ends those of these leases that are of [`Update::grant_tree`] and that no key goes with any more.
+    pub fn release(&mut self, ids: &HashSet<LeaseId>) -> Result<(), KvError> {
+        if ids.is_empty() {
             return Ok(());
         }
-        let forgotten = self.engine.forget_lease(id);
-        self.settle(forgotten)
+        let Engine { pending, leases, index, .. } = &self.engine;
+        let lease_of = |key: &[u8]| pending.latest(index, key).and_then(|key| key.lease());
+        let attached = pending.changes().filter_map(|event| {
+            let id = event.now()?.lease()?;
+            (ids.contains(&id) && lease_of(event.key()) == Some(id)).then_some(id)
+        });
+        let in_use: HashSet<LeaseId> = attached.collect();
+        let free = |id: &LeaseId| {
+            !in_use.contains(id)
+                && self.engine.has_lease(*id)
+                && self.engine.is_tree(*id)
+                && leases.keys(*id).iter().all(|key| lease_of(key) != Some(*id))
+        };
+        let free: Vec<LeaseId> = ids.iter().copied().filter(free).collect();
+        for id in free {
+            let forgotten = self.engine.forget_lease(id);
+            self.settle(forgotten)?;
+        }
+        Ok(())
     }
 
     /// What is left of a lease; `None` when there is none of that id.
@@ -155,7 +177,7 @@ impl Update<'_> {
         match pending.lease(id) {
             Some(true) => pending.granted(id).map(|(ttl, _)| ttl),
             Some(false) => None,
-            None => leases.info(id).map(|info| info.remaining),
+            None => leases.remaining(id),
         }
     }
 

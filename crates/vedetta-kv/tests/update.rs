@@ -8,7 +8,7 @@ use support::{get, one, open, open_db, put, reopen, soon, story, take};
 use vedetta_core::{KeyRange, Revision};
 use vedetta_db::rusqlite;
 use vedetta_kv::{
-    Cause, Change, Event, KvError, LeaseId, Options, Purpose, Put, Range, Store, Update,
+    Cause, Change, Delete, Event, KvError, LeaseId, Options, Purpose, Put, Range, Store, Update,
     WITH_DIRECTORY, WatchOptions, Write,
 };
 
@@ -63,6 +63,25 @@ async fn an_update_sees_its_own_changes_and_is_one_revision() {
 }
 
 #[tokio::test]
+async fn the_present_is_seen_without_what_is_gone() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = open(folder.path()).await;
+    for n in 0..100 {
+        put(&store, format!("a/{n:02}"), "1").await;
+    }
+    let gone = KeyRange::Between("a/".into(), "a/98".into());
+    store.delete(Delete { range: gone, previous: false }).await.unwrap();
+    store.present(|present| {
+        assert_eq!(present.revision(), Revision(102));
+        assert_eq!(present.first(&KeyRange::prefix("a/")).unwrap().key(), b"a/98");
+        assert_eq!(present.first(&KeyRange::prefix("a/1")), None);
+        assert_eq!(present.get(b"a/99").unwrap().value(), b"1");
+        assert_eq!((present.get(b"a/10"), present.get(b"b")), (None, None));
+    });
+    store.close().await;
+}
+
+#[tokio::test]
 async fn an_update_that_refuses_leaves_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let store = open(folder.path()).await;
@@ -81,6 +100,10 @@ async fn an_update_that_refuses_leaves_nothing() {
     assert!(matches!(twice.await, Err(KvError::DuplicateKey(key)) if key == "b"));
     let large = update(&store, |update| update.put("b", vec![0; 2 << 20], Write::default()));
     assert!(matches!(large.await, Err(KvError::ValueTooLarge { .. })));
+    let much = update(&store, |update| {
+        (0..2).try_for_each(|n| update.put(format!("b{n}"), vec![0; 1 << 20], Write::default()))
+    });
+    assert!(matches!(much.await, Err(KvError::RequestTooLarge { .. })));
     assert_eq!((get(&store, "a").await, get(&store, "b").await), (Some("1".into()), None));
     assert_eq!((store.status().revision, store.status().leases), (Revision(2), 0));
     let store = reopen(&store, folder.path()).await;
@@ -205,14 +228,14 @@ async fn a_lease_is_released_once_no_key_has_it() {
     update(&store, |update| {
         assert!(update.remaining(id(-1)).is_some_and(|left| left <= LONG && !left.is_zero()));
         update.put("a", "", Write::default())?;
-        update.release(id(-1))
+        update.release(&[id(-1)].into())
     })
     .await
     .unwrap();
     assert_eq!(store.leases(), [id(-1)], "b still goes with it");
     update(&store, |update| {
         update.delete("b", 0)?;
-        update.release(id(-1))?;
+        update.release(&[id(-1)].into())?;
         assert_eq!(update.remaining(id(-1)), None);
         Ok(())
     })
@@ -220,7 +243,7 @@ async fn a_lease_is_released_once_no_key_has_it() {
     .unwrap();
     assert!(store.leases().is_empty());
     let plain = store.grant(None, LONG).await.unwrap();
-    update(&store, move |update| update.release(plain)).await.unwrap();
+    update(&store, move |update| update.release(&[plain].into())).await.unwrap();
     assert_eq!(store.leases(), [plain], "not one of ours to end");
     store.close().await;
 }
