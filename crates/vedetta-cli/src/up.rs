@@ -64,7 +64,11 @@ async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Resu
     let store = Store::open(db, config.store.options()).await?;
 
     let stop = CancellationToken::new();
-    let endpoint = Endpoint::new(store.clone()).tls(tls);
+    let endpoint = Endpoint::new(store.clone());
+    let endpoint = match tls {
+        Some(tls) => endpoint.tls(tls),
+        None => endpoint,
+    };
     let mut serving = JoinSet::new();
     serving.spawn(dashboard::serve(http_listener, Api::new(store.clone()), stop.clone()));
     serving.spawn(etcd::serve(etcd_listener, endpoint, stop.clone()));
