@@ -663,8 +663,8 @@ async fn tls_serves_and_asks_for_a_certificate_when_told_to() {
     closed.stop().await;
 }
 
-#[tokio::test]
-async fn files_that_are_no_use_for_tls_are_named() {
+#[test]
+fn files_that_are_no_use_for_tls_are_named() {
     let (signed, other) = (Signed::new(), Signed::new());
     let load = |files: TlsFiles| files.load().err().unwrap();
     let good = || signed.files(true);
@@ -677,7 +677,6 @@ async fn files_that_are_no_use_for_tls_are_named() {
     assert!(matches!(error, TlsError::Unreadable { .. }), "{error:?}");
     let error = load(TlsFiles { key: other.files(false).key, ..good() });
     assert!(matches!(error, TlsError::Unusable { .. }), "{error:?}");
-    server.stop().await;
 }
 
 #[tokio::test]
