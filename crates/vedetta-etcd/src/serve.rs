@@ -28,11 +28,11 @@ impl Endpoint {
     }
 
     pub(crate) fn cluster_id(&self) -> u64 {
-        1
+        !self.member_id()
     }
 
     pub(crate) fn member_id(&self) -> u64 {
-        2
+        self.name.bytes().fold(1, |id, byte| id << 8 | u64::from(byte))
     }
 }
 

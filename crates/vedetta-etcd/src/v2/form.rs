@@ -8,6 +8,7 @@ use super::path::Path;
 
 /// A request on keys.
 #[derive(Debug, Clone)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a field of the form")]
 pub(crate) struct Ask {
     pub(crate) path: Path,
     pub(crate) value: Bytes,

@@ -113,7 +113,7 @@ impl Scope {
             let concerns = path == self.path
                 || self.path.rest_of(&path).is_some_and(|rest| self.recursive && !hidden(rest))
                 || path.rest_of(&self.path).is_some() && self.went_with(events);
-            concerns.then(|| show(store, event, path, dir, events))
+            concerns.then(|| show(store, event, &path, dir, events))
         });
         shown.collect()
     }
@@ -132,7 +132,7 @@ fn hidden(rest: &[u8]) -> bool {
     rest.split(|&byte| byte == b'/').any(is_hidden)
 }
 
-fn show(store: &Store, event: &Raw, path: Path, dir: bool, others: &[&Raw]) -> Event {
+fn show(store: &Store, event: &Raw, path: &Path, dir: bool, others: &[&Raw]) -> Event {
     let node = |key: &KeyValue, dir: bool| Node {
         path: path.clone(),
         value: (!dir).then(|| key.clone()),
