@@ -90,8 +90,7 @@ struct Scope {
 impl Scope {
     /// The keys that matter: the node, what is in it, and the directories it would go with.
     fn ranges(&self) -> Vec<KeyRange> {
-        let mut ranges: Vec<_> =
-            self.path.ancestors().map(|above| KeyRange::One(above.marker())).collect();
+        let mut ranges: Vec<_> = self.path.markers_above().map(KeyRange::One).collect();
         if !self.path.is_root() {
             ranges.push(KeyRange::One(self.path.file()));
         }
