@@ -539,9 +539,12 @@ impl Mirror for Publisher {
             index.revision = layer.end.revision;
             index.compacted = layer.end.compacted;
         }
+        // Closures of the next batches see it there or here. A lease at just one of the two: one that is
+        // due, but granted or renewed by a batch still to be published, is not ended.
+        let mut pending = self.0.pending.lock();
         self.0.leases.publish(&layer.leases, &layer.events);
-        // Not before: closures of the next batches see it there or here.
-        self.0.pending.lock().forget_oldest();
+        pending.forget_oldest();
+        drop(pending);
         let events = Arc::into_inner(layer).map(|layer| layer.events).unwrap_or_default();
         if let Some(last) = events.last().map(|event| event.revision) {
             self.0.hub.publish(Block::new(last, events));
