@@ -10,4 +10,6 @@
 mod support;
 
 mod cases;
+mod random;
 mod v2;
+mod v3;

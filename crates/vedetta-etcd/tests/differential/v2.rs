@@ -4,6 +4,7 @@
 //! PUT ~/a?prevIndex={2} [Content-Type: text/plain] | value=1      ~ is /v2/keys/<the case>, {2} its second index
 //! w: GET ~/a?wait=true                                            a request whose answer comes later
 //! w                                                               its answer;  w+ one chunk of it;  w- hang up
+//! w~mark                                                          its chunks up to one that has the mark
 //! ```
 
 use std::collections::BTreeMap;
@@ -125,6 +126,18 @@ impl Side {
             answer.body = waiting.connection.chunk().await?.unwrap_or_default();
             let sorted = waiting.sorted;
             return Ok(self.told(line, answer, sorted));
+        }
+        if let Some((name, mark)) = line.split_once('~').filter(|(name, _)| name.len() == 1) {
+            let waiting = self.waiting.get_mut(name).ok_or_else(missing)?;
+            let mut answer = waiting.head.clone();
+            while let Some(chunk) = waiting.connection.chunk().await? {
+                let last = String::from_utf8_lossy(&chunk).contains(mark);
+                answer.body.extend(chunk);
+                if last {
+                    break;
+                }
+            }
+            return Ok(self.told(line, answer, true));
         }
         if let Some(name) = line.strip_suffix('-').filter(|name| name.len() == 1) {
             self.waiting.remove(name).ok_or_else(missing)?;

@@ -1,6 +1,7 @@
 //! What the suites have in common: the real etcd, our server, and a client that sends bytes.
 #![allow(dead_code, reason = "each suite uses its share")]
 
+pub(crate) mod grpc;
 pub(crate) mod http;
 
 use std::io::{BufRead, BufReader};
@@ -108,6 +109,10 @@ impl Etcd {
 
 impl Drop for Etcd {
     fn drop(&mut self) {
+        if let Ok(Some(status)) = self.process.try_wait() {
+            let log = std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default();
+            eprintln!("the real etcd has ended by itself, {status}:\n{log}");
+        }
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
