@@ -4,7 +4,6 @@
 pub(crate) mod grpc;
 pub(crate) mod http;
 
-use std::io::{BufRead, BufReader};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener as StdListener};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -75,12 +74,12 @@ impl Etcd {
         drop((client, peer));
         let log = std::fs::File::create(folder.path().join("log")).unwrap();
         let process = program("etcd")
-            .args(["--name", "n1", "--enable-v2=true", "--log-level", "error"])
+            .args(["--name", "vedetta", "--enable-v2=true", "--log-level", "error"])
             .arg("--data-dir")
             .arg(folder.path().join("data"))
             .args(["--listen-client-urls", &client_url, "--advertise-client-urls", &client_url])
             .args(["--listen-peer-urls", &peer_url, "--initial-advertise-peer-urls", &peer_url])
-            .args(["--initial-cluster", &format!("n1={peer_url}")])
+            .args(["--initial-cluster", &format!("vedetta={peer_url}")])
             .env_remove("ETCD_DATA_DIR")
             .stdin(Stdio::null())
             .stdout(log.try_clone().unwrap())
@@ -145,24 +144,4 @@ impl Ours {
             tokio::spawn(serve(listener, Endpoint::new(store.clone()), stop.clone()));
         Self { address, store, stop, serving: AbortOnDropHandle::new(serving), folder }
     }
-}
-
-/// A command that has ended, or a line of one that runs.
-pub(crate) fn output(command: &mut Command) -> (Option<i32>, String, String) {
-    let done = command.stdin(Stdio::null()).output().expect("the command can be run");
-    let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
-    (done.status.code(), text(done.stdout), text(done.stderr))
-}
-
-/// Reads the lines a process writes, on a thread of its own.
-pub(crate) fn lines(source: impl std::io::Read + Send + 'static) -> tokio::sync::mpsc::Receiver<String> {
-    let (sender, receiver) = tokio::sync::mpsc::channel(1024);
-    std::thread::spawn(move || {
-        for line in BufReader::new(source).lines().map_while(Result::ok) {
-            if sender.blocking_send(line).is_err() {
-                return;
-            }
-        }
-    });
-    receiver
 }
