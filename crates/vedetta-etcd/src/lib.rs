@@ -3,6 +3,7 @@
 //! Both are views of one keyspace and one revision sequence: what one writes the other sees, under the
 //! same number.
 
+mod authority;
 mod guard;
 mod serve;
 mod tls;

@@ -23,6 +23,7 @@ use tonic::codegen::Service as _;
 use vedetta_kv::Store;
 use vedetta_net::{Patient, accept};
 
+use crate::authority::Renamed;
 use crate::tls::{self, TlsError, TlsFiles};
 use crate::v3::Grpc;
 use crate::{guard, v2, v3};
@@ -215,7 +216,7 @@ impl Server {
             .initial_connection_window_size(4 << 20)
             .keep_alive_interval(self.limits.silence)
             .keep_alive_timeout(self.limits.silence)
-            .serve_connection(TokioIo::new(stream), service);
+            .serve_connection(TokioIo::new(Renamed::new(stream)), service);
         let mut connection = std::pin::pin!(connection);
         tokio::select! {
             _ = connection.as_mut() => {}

@@ -637,9 +637,7 @@ impl Batch {
     ) -> impl Iterator<Item = &Bytes> {
         let slots = self.blocks.iter().flat_map(|block| block.events.iter().zip(block.encoded()));
         let wanted = slots.filter(|(event, _)| self.concerns(event));
-        wanted.map(move |(event, slot)| {
-            slot[usize::from(previous)].get_or_init(|| encode(event))
-        })
+        wanted.map(move |(event, slot)| slot[usize::from(previous)].get_or_init(|| encode(event)))
     }
 
     /// Everything up to this revision was handed out with this batch or before.

@@ -16,7 +16,8 @@ use futures_util::stream;
 use http_body_util::{BodyExt as _, Full};
 use prost_reflect::prost::Message as _;
 use prost_reflect::{
-    DescriptorPool, DynamicMessage, MessageDescriptor, MethodDescriptor, SerializeOptions,
+    DescriptorPool, DeserializeOptions, DynamicMessage, MessageDescriptor, MethodDescriptor,
+    SerializeOptions,
 };
 use serde::Serialize;
 use tonic::{Code, Status};
@@ -108,7 +109,10 @@ fn read(method: &MethodDescriptor, body: &[u8]) -> Result<Bytes, Status> {
     let mut values = serde_json::Deserializer::from_slice(body).into_iter::<serde_json::Value>();
     loop {
         let message = match values.next() {
-            Some(value) => value.and_then(|json| DynamicMessage::deserialize(method.input(), json)),
+            Some(value) => value.and_then(|json| {
+                let options = DeserializeOptions::new().deny_unknown_fields(false);
+                DynamicMessage::deserialize_with_options(method.input(), json, &options)
+            }),
             None if streams || !framed.is_empty() => break,
             None => Ok(DynamicMessage::new(method.input())),
         };

@@ -127,8 +127,7 @@ fn to_put(request: proto::PutRequest) -> Result<Put, Status> {
     if request.ignore_lease && request.lease != 0 {
         return Err(invalid(status::LEASE_PROVIDED));
     }
-    let value =
-        if request.ignore_value { PutValue::Keep } else { PutValue::Set(request.value) };
+    let value = if request.ignore_value { PutValue::Keep } else { PutValue::Set(request.value) };
     let lease = match LeaseId::new(request.lease) {
         _ if request.ignore_lease => PutLease::Keep,
         lease => PutLease::Set(lease),
@@ -265,11 +264,7 @@ fn from_txn(done: TxnDone, header: ResponseHeader) -> proto::TxnResponse {
         };
         proto::ResponseOp { response: Some(response) }
     });
-    proto::TxnResponse {
-        responses: replies.collect(),
-        header: Some(header),
-        succeeded: done.held,
-    }
+    proto::TxnResponse { responses: replies.collect(), header: Some(header), succeeded: done.held }
 }
 
 fn number(count: usize) -> i64 {

@@ -146,7 +146,8 @@ impl Session {
                 }
             }
             Some(RequestUnion::ProgressRequest(_)) => {
-                self.asked = Some(Asked { at: now, again: Box::pin(tokio::time::sleep(LOOK_AGAIN)) });
+                self.asked =
+                    Some(Asked { at: now, again: Box::pin(tokio::time::sleep(LOOK_AGAIN)) });
                 self.tell_progress();
             }
             None => {}

@@ -8,8 +8,8 @@ use std::hash::{Hash, Hasher};
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use prost::encoding::{
-    self, DecodeContext, WireType, bool as boolean, encode_key, encode_varint,
-    encoded_len_varint, int64, key_len, skip_field, string,
+    self, DecodeContext, WireType, bool as boolean, encode_key, encode_varint, encoded_len_varint,
+    int64, key_len, skip_field, string,
 };
 use prost::{DecodeError, Message};
 use vedetta_kv::{Batch, Change, Event, LeaseId, Stamps};
