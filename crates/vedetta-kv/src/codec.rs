@@ -31,11 +31,13 @@ enum Stored<'a> {
         created: u64,
         version: u64,
         lease: i64,
+        tag: u8,
     },
     Delete {
         #[serde(borrow, with = "serde_bytes")]
         key: &'a [u8],
         expired: bool,
+        tag: u8,
     },
 }
 
@@ -56,9 +58,10 @@ pub(crate) fn encode(revision: Revision, events: &[Event], row: &mut Vec<u8>) {
                 created: now.created().0,
                 version: now.version(),
                 lease: now.lease().map_or(0, LeaseId::get),
+                tag: event.tag,
             },
             Change::Delete { key, cause } => {
-                Stored::Delete { key, expired: *cause == Cause::Expired }
+                Stored::Delete { key, expired: *cause == Cause::Expired, tag: event.tag }
             }
         };
         append(&|row| postcard::to_extend(&stored, row));
@@ -85,22 +88,22 @@ pub(crate) fn decode(
         let (stored, after) =
             postcard::take_from_bytes::<Stored<'_>>(rest).map_err(|_| damaged())?;
         rest = after;
-        let change = match stored {
-            Stored::Put { key, value, created, version, lease } => {
+        let (change, tag) = match stored {
+            Stored::Put { key, value, created, version, lease, tag } => {
                 let stamps = Stamps {
                     created: Revision(created),
                     modified: revision,
                     version,
                     lease: LeaseId::new(lease),
                 };
-                Change::Put(KeyValue::pack(stamps, key, value, &mut scratch))
+                (Change::Put(KeyValue::pack(stamps, key, value, &mut scratch)), tag)
             }
-            Stored::Delete { key, expired } => Change::Delete {
-                key: Bytes::copy_from_slice(key),
-                cause: if expired { Cause::Expired } else { Cause::Asked },
-            },
+            Stored::Delete { key, expired, tag } => {
+                let cause = if expired { Cause::Expired } else { Cause::Asked };
+                (Change::Delete { key: Bytes::copy_from_slice(key), cause }, tag)
+            }
         };
-        each(Event { revision, change, previous: None });
+        each(Event { revision, change, previous: None, tag });
     }
     Ok(())
 }
@@ -132,8 +135,8 @@ mod tests {
         let put = KeyValue::new(stamps, b"k", &[0, 255, 1]);
         let delete = Change::Delete { key: "gone".into(), cause: Cause::Expired };
         vec![
-            Event { revision: Revision(7), change: Change::Put(put), previous: None },
-            Event { revision: Revision(7), change: delete, previous: None },
+            Event { revision: Revision(7), change: Change::Put(put), previous: None, tag: 0 },
+            Event { revision: Revision(7), change: delete, previous: None, tag: 200 },
         ]
     }
 

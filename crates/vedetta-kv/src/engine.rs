@@ -2,6 +2,7 @@
 
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use bytes::Bytes;
 use vedetta_core::{KeyRange, Revision};
@@ -9,6 +10,7 @@ use vedetta_db::{Stop, Tx};
 
 use crate::index::{Found, Index};
 use crate::lease::Leases;
+use crate::load;
 use crate::pending::{LeaseChange, Pending};
 use crate::range::{self, FetchError, lease_number};
 use crate::request::{
@@ -16,10 +18,13 @@ use crate::request::{
     PutLease, PutValue, Range, Ranged, Txn, TxnDone,
 };
 use crate::store::Limits;
+use crate::update::WITH_DIRECTORY;
 use crate::{Cause, Change, Event, KeyValue, LeaseId, Stamps};
 
 /// How deep transactions may be nested. Evaluation recurses, so there must be an end.
 const DEPTH: usize = 32;
+/// The longest lease: what etcd allows, about 285 years.
+pub(crate) const TTL_LIMIT: Duration = Duration::from_secs(9_000_000_000);
 
 /// A put made ready by its caller, so that the writer thread need not allocate, copy or search for it.
 pub(crate) struct Draft {
@@ -48,6 +53,14 @@ pub(crate) struct Engine<'a> {
     pub(crate) leases: &'a Leases,
     /// The revision being made, once something changed.
     making: Option<Making>,
+}
+
+/// What sets one put apart from others.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Manner {
+    /// As if the key had not been there.
+    pub(crate) anew: bool,
+    pub(crate) tag: u8,
 }
 
 struct Making {
@@ -93,6 +106,10 @@ impl<'a> Engine<'a> {
     }
 
     pub(crate) fn put(&mut self, put: &Put, draft: Draft) -> Evaluated<PutDone> {
+        self.put_as(put, draft, Manner::default())
+    }
+
+    pub(crate) fn put_as(&mut self, put: &Put, draft: Draft, manner: Manner) -> Evaluated<PutDone> {
         let place = self.index.place(draft.record.key(), draft.place);
         let before = self.pending.latest_at(self.index, draft.record.key(), place);
         let missing = || Stop::Refused(KvError::KeyNotFound(put.key.clone()));
@@ -113,15 +130,17 @@ impl<'a> Engine<'a> {
             return refuse(KvError::LeaseNotFound(lease));
         }
         let revision = self.making();
+        let going_on = before.as_ref().filter(|_| !manner.anew);
         let stamps = Stamps {
-            created: before.as_ref().map_or(revision, KeyValue::created),
+            created: going_on.map_or(revision, KeyValue::created),
             modified: revision,
-            version: before.as_ref().map_or(0, KeyValue::version) + 1,
+            version: going_on.map_or(0, KeyValue::version) + 1,
             lease,
         };
         now.stamp(stamps);
         let previous = put.previous.then(|| before.clone()).flatten();
-        let event = Event { revision, change: Change::Put(now), previous: before };
+        let change = Change::Put(now);
+        let event = Event { revision, change, previous: before, tag: manner.tag };
         self.pending.record(event, place);
         Ok(PutDone { revision, previous })
     }
@@ -131,20 +150,31 @@ impl<'a> Engine<'a> {
         let count = gone.len();
         let previous = if delete.previous { gone.clone() } else { Vec::new() };
         for key in gone {
-            self.remove(key, Cause::Asked);
+            self.remove(key, Cause::Asked, 0);
         }
         Ok(Deleted { revision: self.pending.revision, count, previous })
     }
 
-    fn remove(&mut self, before: KeyValue, cause: Cause) {
+    fn remove(&mut self, before: KeyValue, cause: Cause, tag: u8) {
+        let key = Bytes::copy_from_slice(before.key());
+        self.record_gone(key, Some(before), cause, tag);
+    }
+
+    pub(crate) fn record_gone(
+        &mut self,
+        key: Bytes,
+        previous: Option<KeyValue>,
+        cause: Cause,
+        tag: u8,
+    ) {
         let revision = self.making();
-        let change = Change::Delete { key: Bytes::copy_from_slice(before.key()), cause };
-        let place = self.index.place(before.key(), None);
-        self.pending.record(Event { revision, change, previous: Some(before) }, place);
+        let place = self.index.place(&key, None);
+        let change = Change::Delete { key, cause };
+        self.pending.record(Event { revision, change, previous, tag }, place);
     }
 
     /// The keys of a range, as they are now.
-    fn now(&self, range: &KeyRange) -> Evaluated<Vec<KeyValue>> {
+    pub(crate) fn now(&self, range: &KeyRange) -> Evaluated<Vec<KeyValue>> {
         if let KeyRange::One(key) = range {
             return Ok(self.pending.latest(self.index, key).into_iter().collect());
         }
@@ -204,11 +234,59 @@ impl<'a> Engine<'a> {
     /// Ends a lease: its keys go in one revision.
     pub(crate) fn end_lease(&mut self, id: LeaseId, cause: Cause) -> Evaluated<()> {
         let keys = self.pending.keys_of(self.index, id, self.leases.keys(id));
+        let tree = self.is_tree(id);
         for key in keys {
             if let Some(before) = self.pending.latest(self.index, &key) {
-                self.remove(before, cause);
+                self.remove(before, cause, 0);
+            }
+            if tree && key.ends_with(b"/") {
+                for below in self.now(&KeyRange::prefix(key))? {
+                    self.remove(below, cause, WITH_DIRECTORY);
+                }
             }
         }
+        self.forget_lease(id)
+    }
+
+    /// Whether what is below the keys of a lease goes with them.
+    pub(crate) fn is_tree(&self, id: LeaseId) -> bool {
+        self.pending.granted(id).map_or_else(|| self.leases.is_tree(id), |(_, tree)| tree)
+    }
+
+    /// Grants a lease; without a wished id, one is chosen. `age_ms` is the store's.
+    pub(crate) fn grant(
+        &mut self,
+        id: Option<LeaseId>,
+        ttl: Duration,
+        tree: bool,
+        age_ms: i64,
+    ) -> Evaluated<LeaseId> {
+        if ttl > TTL_LIMIT {
+            return refuse(KvError::TtlTooLarge { limit: TTL_LIMIT.as_secs() });
+        }
+        let id = match id {
+            Some(id) if self.has_lease(id) => return refuse(KvError::LeaseExists(id)),
+            Some(id) => id,
+            None => loop {
+                match LeaseId::new(fastrand::i64(1..)) {
+                    Some(id) if !self.has_lease(id) => break id,
+                    _ => {}
+                }
+            },
+        };
+        let ttl_ms = i64::try_from(ttl.as_millis()).unwrap_or(i64::MAX);
+        let deadline = age_ms.saturating_add(ttl_ms);
+        let sql = "INSERT INTO lease (id, ttl_ms, deadline_ms, renewed, tree, checksum)
+                   VALUES (?1, ?2, ?3, 0, ?4, ?5)";
+        let checksum = load::lease_checksum(id.get(), ttl_ms, deadline, tree);
+        let mut insert = self.tx.prepare_cached(sql)?;
+        insert.execute((id.get(), ttl_ms, deadline, tree, checksum))?;
+        self.pending.leases.push(LeaseChange::Granted { id, ttl, tree });
+        Ok(id)
+    }
+
+    /// The lease itself, without its keys.
+    pub(crate) fn forget_lease(&mut self, id: LeaseId) -> Evaluated<()> {
         self.pending.leases.push(LeaseChange::Ended { id });
         self.tx.prepare_cached("DELETE FROM lease WHERE id = ?1")?.execute([id.get()])?;
         Ok(())
@@ -252,7 +330,7 @@ pub(crate) fn check_put(put: &Put, limits: &Limits) -> Result<usize, KvError> {
     check_size(put.key.len() + value, limits)
 }
 
-fn check_size(size: usize, limits: &Limits) -> Result<usize, KvError> {
+pub(crate) fn check_size(size: usize, limits: &Limits) -> Result<usize, KvError> {
     if size > limits.request {
         return Err(KvError::RequestTooLarge { size, limit: limits.request });
     }

@@ -17,6 +17,9 @@ use vedetta_core::{KeyRange, Revision};
 
 use crate::{Change, Event, KeyValue};
 
+/// Keys looked at together when one is enough.
+const FEW: usize = 16;
+
 /// The published state. Readers hold its lock for a bounded number of keys at a time.
 ///
 /// A key is found by its hash, which costs the same however many there are; the tree is for order, and
@@ -206,6 +209,26 @@ impl Index {
         None
     }
 
+    /// What `look` finds at the first key of `range` where it finds something. Not all of them are
+    /// looked at.
+    pub(crate) fn first<T>(
+        &self,
+        range: &KeyRange,
+        mut look: impl FnMut(&[u8]) -> Option<T>,
+    ) -> Option<T> {
+        let (mut found, mut from) = (None, None);
+        loop {
+            from = self.visit(range, from.as_deref(), self.revision, FEW, |visit| {
+                if found.is_none() {
+                    found = look(visit.key());
+                }
+            });
+            if found.is_some() || from.is_none() {
+                return found;
+            }
+        }
+    }
+
     /// Where the value is that a key had before the event of `revision`, if it is still kept.
     pub(crate) fn before(&self, key: &[u8], revision: Revision) -> Option<Found> {
         let chain = self.chain(key)?;
@@ -280,7 +303,7 @@ mod tests {
                 let stamps = Stamps { modified: revision, ..Stamps::default() };
                 Change::Put(KeyValue::new(stamps, b"k", b"v"))
             };
-            index.apply(&Event { revision, change, previous: None }, None);
+            index.apply(&Event { revision, change, previous: None, tag: 0 }, None);
         }
         index
     }

@@ -73,9 +73,19 @@ struct Lease {
     deadline: Instant,
     /// Whether the file knows that it was renewed.
     renewed: bool,
+    /// What is below its keys goes with them.
+    tree: bool,
     /// Its time is up and its keys are being deleted; too late to renew.
     ending: bool,
     keys: BTreeSet<Bytes>,
+}
+
+/// A lease as the file has it.
+pub(crate) struct Loaded {
+    pub(crate) ttl: Duration,
+    pub(crate) remaining: Duration,
+    pub(crate) renewed: bool,
+    pub(crate) tree: bool,
 }
 
 /// What became of a renewal.
@@ -89,9 +99,11 @@ pub(crate) enum Renewal {
 
 impl Leases {
     /// For loading.
-    pub(crate) fn load(&self, id: LeaseId, ttl: Duration, remaining: Duration, renewed: bool) {
+    pub(crate) fn load(&self, id: LeaseId, loaded: &Loaded) {
+        let &Loaded { ttl, remaining, renewed, tree } = loaded;
         let deadline = Instant::now() + remaining;
-        let lease = Lease { ttl, deadline, renewed, ending: false, keys: BTreeSet::new() };
+        let keys = BTreeSet::new();
+        let lease = Lease { ttl, deadline, renewed, tree, ending: false, keys };
         let mut state = self.state.lock();
         state.live.insert(id, lease);
         state.deadlines.push(Reverse((deadline, id)));
@@ -129,6 +141,11 @@ impl Leases {
         self.state.lock().live.contains_key(&id)
     }
 
+    /// Whether what is below its keys goes with them, as published.
+    pub(crate) fn is_tree(&self, id: LeaseId) -> bool {
+        self.state.lock().live.get(&id).is_some_and(|lease| lease.tree)
+    }
+
     pub(crate) fn is_empty(&self) -> bool {
         self.state.lock().live.is_empty()
     }
@@ -150,6 +167,11 @@ impl Leases {
             remaining: lease.deadline.saturating_duration_since(Instant::now()),
             keys: lease.keys.iter().cloned().collect(),
         })
+    }
+
+    pub(crate) fn remaining(&self, id: LeaseId) -> Option<Duration> {
+        let state = self.state.lock();
+        Some(state.live.get(&id)?.deadline.saturating_duration_since(Instant::now()))
     }
 
     pub(crate) fn ids(&self) -> Vec<LeaseId> {
@@ -215,10 +237,10 @@ impl Leases {
 impl State {
     fn change(&mut self, change: &LeaseChange) {
         match *change {
-            LeaseChange::Granted { id, ttl } => {
+            LeaseChange::Granted { id, ttl, tree } => {
                 let deadline = Instant::now() + ttl;
                 let keys = BTreeSet::new();
-                let lease = Lease { ttl, deadline, renewed: false, ending: false, keys };
+                let lease = Lease { ttl, deadline, renewed: false, tree, ending: false, keys };
                 self.live.insert(id, lease);
                 self.deadlines.push(Reverse((deadline, id)));
             }
@@ -290,7 +312,7 @@ mod tests {
 
     fn grant(leases: &Leases, n: i64, ms: u64) {
         let ttl = Duration::from_millis(ms);
-        leases.publish(&[LeaseChange::Granted { id: id(n), ttl }], &[]);
+        leases.publish(&[LeaseChange::Granted { id: id(n), ttl, tree: false }], &[]);
     }
 
     #[test]

@@ -20,21 +20,27 @@ mod index;
 mod lease;
 mod load;
 mod pending;
+mod present;
 mod range;
 mod record;
 mod request;
 mod store;
+mod update;
 mod watch;
 
 pub use check::check;
 pub use compact::Keep;
 pub use lease::{LeaseId, LeaseInfo};
+pub use present::Present;
 pub use record::{KeyValue, Stamps};
 pub use request::{
     Compare, CompareOp, CompareTarget, Delete, Deleted, KvError, Op, OpReply, Order, Put, PutDone,
     PutLease, PutValue, Range, Ranged, SortBy, Txn, TxnDone,
 };
 pub use store::{Limits, OpenError, Options, SCHEMA, Status, Store};
+pub use update::{Update, WITH_DIRECTORY, Write};
+/// What an update does to the disk; for [`Store::update`].
+pub use vedetta_db::Purpose;
 /// Why there is no copy of the store, and why the database could not store something (part of
 /// [`KvError`]).
 pub use vedetta_db::{BackupError, CommitError};
@@ -52,6 +58,8 @@ pub struct Event {
     pub change: Change,
     /// The key before, if it existed and that value is still kept.
     pub previous: Option<KeyValue>,
+    /// A note of whoever made the change, kept with it; 0 when there is none. See [`Write::tag`].
+    pub tag: u8,
 }
 
 /// What happened to a key.

@@ -11,7 +11,7 @@ use vedetta_db::{Db, Purpose, Stop, WriteError, rusqlite};
 use crate::LeaseId;
 use crate::codec;
 use crate::index::Index;
-use crate::lease::Leases;
+use crate::lease::{Leases, Loaded};
 use crate::pending::Pending;
 use crate::store::{Age, OpenError, Shared};
 use crate::watch::Hub;
@@ -97,9 +97,10 @@ pub(crate) fn set_meta(connection: &Connection, name: &str, value: i64) -> rusql
 }
 
 /// The checksum of a lease's row, to which 1 is added when it is renewed.
-pub(crate) fn lease_checksum(id: i64, ttl_ms: i64, deadline_ms: i64) -> i64 {
+pub(crate) fn lease_checksum(id: i64, ttl_ms: i64, deadline_ms: i64, tree: bool) -> i64 {
     let mut crc = crc32fast::Hasher::new();
-    [id, ttl_ms, deadline_ms].iter().for_each(|number| crc.update(&number.to_le_bytes()));
+    let numbers = [id, ttl_ms, deadline_ms, tree.into()];
+    numbers.iter().for_each(|number| crc.update(&number.to_le_bytes()));
     i64::from(crc.finalize())
 }
 
@@ -216,13 +217,13 @@ impl Check {
 
 fn load_leases(connection: &Connection, index: &Index, age_ms: i64) -> rusqlite::Result<Leases> {
     let leases = Leases::default();
-    let sql = "SELECT id, ttl_ms, deadline_ms, renewed, checksum FROM lease";
+    let sql = "SELECT id, ttl_ms, deadline_ms, renewed, tree, checksum FROM lease";
     let mut select = connection.prepare(sql)?;
     let mut rows = select.query([])?;
     while let Some(row) = rows.next()? {
-        let (id, ttl_ms, deadline_ms, renewed, checksum): (i64, i64, i64, i64, i64) =
-            (row.get(0)?, row.get(1)?, row.get(2)?, row.get(3)?, row.get(4)?);
-        if checksum != lease_checksum(id, ttl_ms, deadline_ms) + renewed {
+        let (id, ttl_ms, deadline_ms): (i64, i64, i64) = (row.get(0)?, row.get(1)?, row.get(2)?);
+        let (renewed, tree, checksum): (i64, bool, i64) = (row.get(3)?, row.get(4)?, row.get(5)?);
+        if checksum != lease_checksum(id, ttl_ms, deadline_ms, tree) + renewed {
             return Err(corrupt("the row of a lease is damaged; restore a backup"));
         }
         let Some(id) = LeaseId::new(id) else { continue };
@@ -232,7 +233,8 @@ fn load_leases(connection: &Connection, index: &Index, age_ms: i64) -> rusqlite:
         // The age noted last may be far behind: it is noted only while there are leases.
         let left_ms = left_ms.clamp(0, ttl_ms);
         let ms = |ms: i64| Duration::from_millis(ms.unsigned_abs());
-        leases.load(id, ms(ttl_ms), ms(left_ms), renewed);
+        let loaded = Loaded { ttl: ms(ttl_ms), remaining: ms(left_ms), renewed, tree };
+        leases.load(id, &loaded);
     }
     for key in index.live() {
         if !leases.load_key(key) {

@@ -64,7 +64,7 @@ struct Mark {
 
 #[derive(Debug, Clone)]
 pub(crate) enum LeaseChange {
-    Granted { id: LeaseId, ttl: Duration },
+    Granted { id: LeaseId, ttl: Duration, tree: bool },
     Renewed { id: LeaseId },
     Ended { id: LeaseId },
 }
@@ -267,6 +267,23 @@ impl Pending {
             LeaseChange::Ended { id: other } if *other == id => Some(false),
             _ => None,
         })
+    }
+
+    /// If this batch grants a lease: for how long, and whether what is below its keys goes with them.
+    pub(crate) fn granted(&self, id: LeaseId) -> Option<(Duration, bool)> {
+        self.leases.iter().rev().find_map(|change| match *change {
+            LeaseChange::Granted { id: other, ttl, tree } if other == id => Some((ttl, tree)),
+            _ => None,
+        })
+    }
+
+    /// The first key of `range` as the next closure should see it, without walking the whole of it.
+    pub(crate) fn first(&self, index: &Index, range: &KeyRange) -> Option<KeyValue> {
+        let changed = self.events.iter().filter(|event| range.contains(event.key()));
+        let ours = changed.filter_map(|event| self.latest(index, event.key()));
+        let ours = ours.min_by(|a, b| a.key().cmp(b.key()));
+        let published = index.first(range, |key| self.latest(index, key));
+        ours.into_iter().chain(published).min_by(|a, b| a.key().cmp(b.key()))
     }
 
     /// Whether this batch gives a lease a new deadline, by renewing it or by granting it anew.

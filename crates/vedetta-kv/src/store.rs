@@ -29,7 +29,7 @@ pub const SCHEMA: Schema = Schema {
     steps: &["CREATE TABLE event (revision INTEGER PRIMARY KEY, body BLOB NOT NULL) STRICT;
          CREATE TABLE lease (id INTEGER PRIMARY KEY, ttl_ms INTEGER NOT NULL,
                              deadline_ms INTEGER NOT NULL, renewed INTEGER NOT NULL,
-                             checksum INTEGER NOT NULL) STRICT;
+                             tree INTEGER NOT NULL, checksum INTEGER NOT NULL) STRICT;
          CREATE TABLE mark (at_ms INTEGER PRIMARY KEY, revision INTEGER NOT NULL) STRICT;
          CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT, WITHOUT ROWID;"],
 };
@@ -43,8 +43,6 @@ const ENDED_AT_ONCE: usize = 256;
 const AGE_EVERY: Duration = Duration::from_secs(5);
 /// How long to wait before ending leases again when that failed.
 const RETRY: Duration = Duration::from_millis(100);
-/// The longest lease: what etcd allows, about 285 years.
-const TTL_LIMIT: Duration = Duration::from_secs(9_000_000_000);
 
 /// How a store is to be run.
 #[derive(Debug, Clone, Default)]
@@ -148,7 +146,7 @@ impl Age {
 pub struct Store {
     pub(crate) shared: Arc<Shared>,
     pub(crate) db: Db,
-    options: Arc<Options>,
+    pub(crate) options: Arc<Options>,
     sweeper: Sweeper,
     threads: Arc<Threads>,
 }
@@ -334,34 +332,10 @@ impl Store {
 
     /// Grants a lease; without a wished id, one is chosen.
     pub async fn grant(&self, id: Option<LeaseId>, ttl: Duration) -> Result<LeaseId, KvError> {
-        if ttl > TTL_LIMIT {
-            return Err(KvError::TtlTooLarge { limit: TTL_LIMIT.as_secs() });
-        }
         self.check_quota()?;
         let shared = Arc::clone(&self.shared);
-        let grant = move |engine: &mut Engine<'_>| {
-            let id = match id {
-                Some(id) if engine.has_lease(id) => {
-                    return Err(Stop::Refused(KvError::LeaseExists(id)));
-                }
-                Some(id) => id,
-                None => loop {
-                    match LeaseId::new(fastrand::i64(1..)) {
-                        Some(id) if !engine.has_lease(id) => break id,
-                        _ => {}
-                    }
-                },
-            };
-            let ttl_ms = i64::try_from(ttl.as_millis()).unwrap_or(i64::MAX);
-            let deadline = shared.age.now_ms().saturating_add(ttl_ms);
-            let sql = "INSERT INTO lease (id, ttl_ms, deadline_ms, renewed, checksum)
-                       VALUES (?1, ?2, ?3, 0, ?4)";
-            let checksum = load::lease_checksum(id.get(), ttl_ms, deadline);
-            let mut insert = engine.tx.prepare_cached(sql)?;
-            insert.execute((id.get(), ttl_ms, deadline, checksum))?;
-            engine.pending.leases.push(LeaseChange::Granted { id, ttl });
-            Ok(id)
-        };
+        let grant =
+            move |engine: &mut Engine<'_>| engine.grant(id, ttl, false, shared.age.now_ms());
         self.evaluate(Purpose::Store, grant).await
     }
 
@@ -414,7 +388,16 @@ impl Store {
 
     /// Follows the changes of a range of keys.
     pub fn watch(&self, range: KeyRange, options: WatchOptions) -> Result<Watcher, WatchError> {
-        Watcher::new(Arc::clone(&self.shared), self.db.clone(), range, options)
+        self.watch_all(vec![range], options)
+    }
+
+    /// Follows the changes of several ranges of keys at once, in one order.
+    pub fn watch_all(
+        &self,
+        ranges: Vec<KeyRange>,
+        options: WatchOptions,
+    ) -> Result<Watcher, WatchError> {
+        Watcher::new(Arc::clone(&self.shared), self.db.clone(), ranges.into(), options)
     }
 
     /// The newest revision.
@@ -436,7 +419,7 @@ impl Store {
         }
     }
 
-    fn check_quota(&self) -> Result<(), KvError> {
+    pub(crate) fn check_quota(&self) -> Result<(), KvError> {
         let used = self.db.size();
         match self.options.quota {
             Some(quota) if used > quota => Err(KvError::QuotaExceeded { used, quota }),

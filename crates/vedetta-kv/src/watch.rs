@@ -110,7 +110,8 @@ struct Registry {
 
 #[derive(Debug, Default)]
 struct Group {
-    cells: Vec<Arc<Cell>>,
+    /// Each with which of its ranges this is.
+    cells: Vec<(Arc<Cell>, usize)>,
 }
 
 /// What the fan-out thread knows of a watcher.
@@ -120,8 +121,8 @@ struct Cell {
     /// is awake or has a wake-up waiting.
     owed: AtomicU64,
     waker: AtomicWaker,
-    /// Its place in its group.
-    place: AtomicUsize,
+    /// For each of its ranges, its place in the group.
+    places: Box<[AtomicUsize]>,
 }
 
 impl Hub {
@@ -248,22 +249,26 @@ impl Registry {
         }
     }
 
-    fn add(&mut self, range: &KeyRange, cell: Arc<Cell>) {
-        let group = self.group(range);
-        cell.place.store(group.cells.len(), Ordering::Relaxed);
-        group.cells.push(cell);
+    fn add(&mut self, ranges: &[KeyRange], cell: &Arc<Cell>) {
+        for (nth, range) in ranges.iter().enumerate() {
+            let group = self.group(range);
+            cell.places[nth].store(group.cells.len(), Ordering::Relaxed);
+            group.cells.push((Arc::clone(cell), nth));
+        }
         self.count += 1;
     }
 
-    fn remove(&mut self, range: &KeyRange, cell: &Cell) {
-        let place = cell.place.load(Ordering::Relaxed);
-        let group = self.group(range);
-        group.cells.swap_remove(place);
-        if let Some(moved) = group.cells.get(place) {
-            moved.place.store(place, Ordering::Relaxed);
-        }
-        if group.cells.is_empty() {
-            self.forget(range);
+    fn remove(&mut self, ranges: &[KeyRange], cell: &Cell) {
+        for (nth, range) in ranges.iter().enumerate() {
+            let place = cell.places[nth].load(Ordering::Relaxed);
+            let group = self.group(range);
+            group.cells.swap_remove(place);
+            if let Some((moved, theirs)) = group.cells.get(place) {
+                moved.places[*theirs].store(place, Ordering::Relaxed);
+            }
+            if group.cells.is_empty() {
+                self.forget(range);
+            }
         }
         self.count -= 1;
     }
@@ -326,13 +331,13 @@ impl Registry {
     }
 
     fn wake_all(&self) {
-        self.groups().flat_map(|group| &group.cells).for_each(|cell| cell.waker.wake());
+        self.groups().flat_map(|group| &group.cells).for_each(|(cell, _)| cell.waker.wake());
     }
 }
 
 impl Group {
     fn mark(&self, revision: Revision) {
-        self.cells.iter().for_each(|cell| cell.owe(revision));
+        self.cells.iter().for_each(|(cell, _)| cell.owe(revision));
     }
 }
 
@@ -384,12 +389,12 @@ pub enum WatchError {
     Unreadable(#[source] KvError),
 }
 
-/// Follows the changes of a range of keys. Dropping it ends the watch.
+/// Follows the changes of one or more ranges of keys. Dropping it ends the watch.
 pub struct Watcher {
     shared: Arc<Shared>,
     db: Db,
     cell: Arc<Cell>,
-    range: KeyRange,
+    ranges: Arc<[KeyRange]>,
     options: WatchOptions,
     /// Everything before was handed out.
     next: Revision,
@@ -404,16 +409,16 @@ impl Watcher {
     pub(crate) fn new(
         shared: Arc<Shared>,
         db: Db,
-        range: KeyRange,
+        ranges: Arc<[KeyRange]>,
         options: WatchOptions,
     ) -> Result<Self, WatchError> {
         let cell = Arc::new(Cell {
             owed: AtomicU64::new(NOTHING),
             waker: AtomicWaker::new(),
-            place: AtomicUsize::new(0),
+            places: ranges.iter().map(|_| AtomicUsize::new(0)).collect(),
         });
         // From here on nothing new is missed; what is older is owed.
-        shared.hub.registry.lock().add(&range, Arc::clone(&cell));
+        shared.hub.registry.lock().add(&ranges, &cell);
         let (current, oldest) = {
             let index = shared.index.read();
             (index.revision, index.compacted)
@@ -424,7 +429,7 @@ impl Watcher {
         if next <= current {
             cell.owe(next);
         }
-        let watcher = Self { shared, db, cell, range, options, next, reading: None };
+        let watcher = Self { shared, db, cell, ranges, options, next, reading: None };
         if from < oldest {
             return Err(WatchError::Compacted { asked: from, oldest });
         }
@@ -503,8 +508,8 @@ impl Watcher {
         if more {
             self.cell.owe(self.next);
         }
-        let (range, options) = (self.range.clone(), self.options.clone());
-        Poll::Ready(Ok(Batch { blocks, from, range, options }))
+        let (ranges, options) = (Arc::clone(&self.ranges), self.options.clone());
+        Poll::Ready(Ok(Batch { blocks, from, ranges, options }))
     }
 
     /// Reads rows from the file, keeping what concerns this watcher.
@@ -512,11 +517,11 @@ impl Watcher {
         &self,
         from: Revision,
     ) -> impl Future<Output = Result<Block, WatchError>> + Send + 'static {
-        let (shared, range) = (Arc::clone(&self.shared), self.range.clone());
+        let (shared, ranges) = (Arc::clone(&self.shared), Arc::clone(&self.ranges));
         let (db, previous) = (self.db.clone(), self.options.previous);
         async move {
             let at = Arc::clone(&shared);
-            let read = db.read(move |c| Ok(read_history(c, &at, from, &range, previous))).await;
+            let read = db.read(move |c| Ok(read_history(c, &at, from, &ranges, previous))).await;
             let oldest = shared.index.read().compacted;
             if from < oldest {
                 return Err(WatchError::Compacted { asked: from, oldest });
@@ -533,13 +538,13 @@ impl Watcher {
 impl fmt::Debug for Watcher {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut debug = f.debug_struct("Watcher");
-        debug.field("range", &self.range).field("next", &self.next).finish_non_exhaustive()
+        debug.field("ranges", &self.ranges).field("next", &self.next).finish_non_exhaustive()
     }
 }
 
 impl Drop for Watcher {
     fn drop(&mut self) {
-        self.shared.hub.registry.lock().remove(&self.range, &self.cell);
+        self.shared.hub.registry.lock().remove(&self.ranges, &self.cell);
     }
 }
 
@@ -547,7 +552,7 @@ fn read_history(
     connection: &rusqlite::Connection,
     shared: &Shared,
     from: Revision,
-    range: &KeyRange,
+    ranges: &[KeyRange],
     previous: bool,
 ) -> Result<Block, FetchError> {
     // Rows beyond are durable, but readers and the index do not know them yet.
@@ -569,7 +574,7 @@ fn read_history(
         let body = row.get_ref(1)?.as_blob().map_err(rusqlite::Error::from)?;
         bytes += body.len();
         codec::decode(revision, body, |event| {
-            if range.contains(event.key()) {
+            if ranges.iter().any(|range| range.contains(event.key())) {
                 events.push(event);
             }
         })
@@ -616,7 +621,7 @@ fn check_next(
 pub struct Batch {
     blocks: Vec<Arc<Block>>,
     from: Revision,
-    range: KeyRange,
+    ranges: Arc<[KeyRange]>,
     options: WatchOptions,
 }
 
@@ -651,6 +656,6 @@ impl Batch {
                 Change::Put(_) => !self.options.no_puts,
                 Change::Delete { .. } => !self.options.no_deletes,
             }
-            && self.range.contains(event.key())
+            && self.ranges.iter().any(|range| range.contains(event.key()))
     }
 }

@@ -214,7 +214,7 @@ impl Replay {
                 };
                 let after = KeyValue::new(stamps, key, value);
                 now.insert(key.clone(), after.clone());
-                self.events.push(Event { revision, change: Change::Put(after), previous });
+                self.events.push(Event { revision, change: Change::Put(after), previous, tag: 0 });
             }
             Effect::Delete { range, previous: told } => {
                 if within(now, range) != *told {
@@ -224,7 +224,7 @@ impl Replay {
                     let key = Bytes::copy_from_slice(before.key());
                     let previous = now.remove(&key);
                     let change = Change::Delete { key, cause: Cause::Asked };
-                    self.events.push(Event { revision, change, previous });
+                    self.events.push(Event { revision, change, previous, tag: 0 });
                 }
             }
         }

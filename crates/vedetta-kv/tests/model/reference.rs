@@ -251,14 +251,19 @@ impl<'m> Draft<'m> {
         let stamps = Stamps { created, modified: revision, version, lease };
         let now = KeyValue::new(stamps, &put.key, value);
         self.now.insert(put.key.clone(), now.clone());
-        self.events.push(Event { revision, change: Change::Put(now), previous: before.clone() });
+        self.events.push(Event {
+            revision,
+            change: Change::Put(now),
+            previous: before.clone(),
+            tag: 0,
+        });
         Ok(PutDone { revision, previous: before.filter(|_| put.previous) })
     }
 
     fn remove(&mut self, key: &Bytes) {
         let previous = self.now.remove(key);
         let change = Change::Delete { key: key.clone(), cause: Cause::Asked };
-        self.events.push(Event { revision: self.making(), change, previous });
+        self.events.push(Event { revision: self.making(), change, previous, tag: 0 });
     }
 
     fn delete(&mut self, delete: &Delete) -> Deleted {
