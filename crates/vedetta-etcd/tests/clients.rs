@@ -118,7 +118,13 @@ fn comparable(text: &str, address: SocketAddr, folder: &Path) -> String {
         let id = word.len() >= 12 && word.chars().all(|c| c.is_ascii_hexdigit());
         let time = word.ends_with("ms") || word.ends_with("µs");
         let time = time && word.starts_with(|c: char| c.is_ascii_digit());
-        whole.push_str(if id { "<id>" } else if time { "<time>" } else { &word });
+        whole.push_str(if id {
+            "<id>"
+        } else if time {
+            "<time>"
+        } else {
+            &word
+        });
         word.clear();
         whole.push(c);
     }
@@ -131,7 +137,9 @@ async fn compare(api: &str, table: &str) {
     let both = Both::start().await;
     let folders = [TempDir::new().unwrap(), TempDir::new().unwrap()];
     let mut differences = Vec::new();
-    for line in table.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')) {
+    for line in
+        table.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'))
+    {
         let (how, rest) = match line.split_once(' ') {
             Some((how @ ("~" | "?"), rest)) => (how, rest),
             _ => ("", line),
@@ -154,7 +162,12 @@ async fn compare(api: &str, table: &str) {
             differences.push(format!("$ {line}\n--- etcd {etcd}\n--- ours {ours}\n"));
         }
     }
-    assert!(differences.is_empty(), "{} commands differ\n{}", differences.len(), differences.join("\n"));
+    assert!(
+        differences.is_empty(),
+        "{} commands differ\n{}",
+        differences.len(),
+        differences.join("\n")
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -412,7 +425,10 @@ async fn run(api: &str, address: SocketAddr, line: &str) -> String {
 async fn same(story: impl AsyncFn(SocketAddr) -> Vec<String>) -> Vec<String> {
     let both = Both::start().await;
     let [etcd, ours] = both.addresses();
-    let (etcd, ours) = tokio::join!(soon("the story at etcd", story(etcd)), soon("the story at ours", story(ours)));
+    let (etcd, ours) = tokio::join!(
+        soon("the story at etcd", story(etcd)),
+        soon("the story at ours", story(ours))
+    );
     assert_eq!(etcd, ours, "the real etcd's are the first");
     ours
 }
@@ -483,7 +499,10 @@ async fn etcdctl_locks_and_elects() {
         let mut holder = Running::start("3", address, "lock mutex");
         told.extend(holder.take(1).await);
         let mut next = Running::start("3", address, "lock mutex -- echo mine");
-        while !run("3", address, "get mutex/ --prefix --keys-only -w fields").await.contains("\"Count\" : 2") {}
+        while !run("3", address, "get mutex/ --prefix --keys-only -w fields")
+            .await
+            .contains("\"Count\" : 2")
+        {}
         told.push(run("3", address, "get mutex/ --prefix --print-value-only").await);
         holder.interrupt().await;
         told.extend(next.take(2).await);
@@ -492,7 +511,10 @@ async fn etcdctl_locks_and_elects() {
         let mut listener = Running::start("3", address, "elect -l post");
         told.extend(listener.take(2).await);
         let mut second = Running::start("3", address, "elect post second");
-        while !run("3", address, "get post/ --prefix --keys-only -w fields").await.contains("\"Count\" : 2") {}
+        while !run("3", address, "get post/ --prefix --keys-only -w fields")
+            .await
+            .contains("\"Count\" : 2")
+        {}
         leader.interrupt().await;
         told.extend(second.take(2).await);
         told.extend(listener.take(2).await);
@@ -507,7 +529,14 @@ async fn etcdctl_locks_and_elects() {
 async fn etcdctl_keeps_leases_alive() {
     same(async |address| {
         let granted = run_plain(address, "lease grant 2 -w json").await;
-        let id = granted.split("\"ID\":").nth(1).expect("an id").split(',').next().expect("digits").to_owned();
+        let id = granted
+            .split("\"ID\":")
+            .nth(1)
+            .expect("an id")
+            .split(',')
+            .next()
+            .expect("digits")
+            .to_owned();
         let id = format!("{:x}", id.parse::<i64>().expect("a number"));
         run("3", address, &format!("put leased 1 --lease={id}")).await;
         let mut keeper = Running::start("3", address, &format!("lease keep-alive {id}"));
@@ -515,7 +544,11 @@ async fn etcdctl_keeps_leases_alive() {
         told.push(run("3", address, "get leased").await);
         told.push(run("3", address, &format!("lease keep-alive --once {id}")).await);
         keeper.interrupt().await;
-        told.push(run("3", address, &format!("lease timetolive {id} --keys")).await.replace("remaining(1s)", "remaining(2s)"));
+        told.push(
+            run("3", address, &format!("lease timetolive {id} --keys"))
+                .await
+                .replace("remaining(1s)", "remaining(2s)"),
+        );
         let mut watch = Running::start("3", address, "watch leased --rev=2");
         told.extend(watch.take(3 + 3).await);
         told.push(run("3", address, &format!("lease keep-alive {id}")).await);

@@ -103,7 +103,8 @@ fn v3_op(rng: &mut Rng, revision: i64) -> String {
                 rng,
                 &["", "", "", "prev_kv", "lease=501", "lease=502", "ignore_lease", "lease=599"],
             );
-            let (value, more) = if rng.u8(..12) == 0 { ("\"\"", "ignore_value") } else { (value, more) };
+            let (value, more) =
+                if rng.u8(..12) == 0 { ("\"\"", "ignore_value") } else { (value, more) };
             format!("put {} {value} {more}", key(rng))
         }
         5..7 => format!("del {} {}", span(rng), one_of(rng, &["", "prev_kv"])),
@@ -176,7 +177,15 @@ fn v3_line(rng: &mut Rng, revision: i64) -> String {
         0..5 => format!("txn {}", v3_txn(rng, revision, true)),
         5 => one_of(
             rng,
-            &["grant 501 5000", "grant 502 6000", "revoke 501", "revoke 502", "ttl 501", "keepalive 502", "leases"],
+            &[
+                "grant 501 5000",
+                "grant 502 6000",
+                "revoke 501",
+                "revoke 502",
+                "ttl 501",
+                "keepalive 502",
+                "leases",
+            ],
         )
         .into(),
         6 if rng.u8(..6) == 0 => format!("compact {{{}}}", rng.i64(1..revision.max(2))),
@@ -187,7 +196,10 @@ fn v3_line(rng: &mut Rng, revision: i64) -> String {
 /// A sequence with a stream of events read every few operations, up to a mark that is written there.
 fn v2_case(seed: u64) -> Case {
     let mut rng = Rng::with_seed(seed);
-    let mut lines = vec!["PUT ~/a | value=1".to_owned(), "w: GET ~?wait=true&recursive=true&stream=true".into()];
+    let mut lines = vec![
+        "PUT ~/a | value=1".to_owned(),
+        "w: GET ~?wait=true&recursive=true&stream=true".into(),
+    ];
     // How far the index has come is only guessed: some conditions hit, some do not.
     let mut index = 1;
     for number in 0..LENGTH {
@@ -205,8 +217,14 @@ fn v2_case(seed: u64) -> Case {
 fn v3_case(seed: u64) -> Case {
     let mut rng = Rng::with_seed(seed);
     let mut lines: Vec<String> = [
-        "grant 501 5000", "grant 502 6000", "s> watch ~ ~\\xff prev_kv", "s", "t> watch ~b", "t",
-        "u> watch ~a ~c filters=NOPUT prev_kv", "u",
+        "grant 501 5000",
+        "grant 502 6000",
+        "s> watch ~ ~\\xff prev_kv",
+        "s",
+        "t> watch ~b",
+        "t",
+        "u> watch ~a ~c filters=NOPUT prev_kv",
+        "u",
     ]
     .map(Into::into)
     .into();
@@ -226,7 +244,10 @@ fn v3_case(seed: u64) -> Case {
 
 /// Leaves out what a failure does not need.
 async fn shrunk(pair: &mut impl Compare, case: &Case, mismatch: Mismatch) -> (Case, Mismatch) {
-    let mut best = Case { name: case.name.clone(), lines: case.lines[..=mismatch.at.min(case.lines.len() - 1)].into() };
+    let mut best = Case {
+        name: case.name.clone(),
+        lines: case.lines[..=mismatch.at.min(case.lines.len() - 1)].into(),
+    };
     let mut seen = mismatch;
     let mut size = best.lines.len() / 2;
     let mut runs = 0;

@@ -22,9 +22,17 @@ const FORM: &str = "application/x-www-form-urlencoded";
 const NOTHING: &str = "no answer";
 
 /// Headers whose values are compared; of the others (but `date`) only that they are there.
-const TOLD: &[&str] =
-    &["content-type", "allow", "location", "transfer-encoding", "connection", "x-content-type-options",
-      "access-control-allow-origin", "access-control-allow-methods", "access-control-allow-headers"];
+const TOLD: &[&str] = &[
+    "content-type",
+    "allow",
+    "location",
+    "transfer-encoding",
+    "connection",
+    "x-content-type-options",
+    "access-control-allow-origin",
+    "access-control-allow-methods",
+    "access-control-allow-headers",
+];
 
 /// Changes an answer before it is compared, to show that the comparison sees it.
 pub(crate) type Lie = fn(&str, &mut Answer);
@@ -69,11 +77,13 @@ impl Pair {
         self.cases += 1;
         let prefix = format!("case-{}x", letters(self.cases));
         let [etcd, ours] = &mut self.sides;
-        let (etcd_began, ours_began) = soon("beginning a case", join(etcd.begin(), ours.begin())).await;
+        let (etcd_began, ours_began) =
+            soon("beginning a case", join(etcd.begin(), ours.begin())).await;
         etcd_began.and(ours_began).expect("a case can begin");
         let the_end = "GET ~?recursive=true&sorted=true".to_owned();
         for (at, line) in case.lines.iter().chain([&the_end]).enumerate() {
-            let (etcd, ours) = join(etcd.try_step(&prefix, line), ours.try_step(&prefix, line)).await;
+            let (etcd, ours) =
+                join(etcd.try_step(&prefix, line), ours.try_step(&prefix, line)).await;
             if etcd != ours || etcd == NOTHING {
                 return Err(Mismatch { at, etcd, ours });
             }
@@ -92,7 +102,8 @@ impl Side {
         self.waiting.clear();
         self.line = None;
         let nothing = self.exchange(&request("GET", "/v2/keys/_nothing", None, b"")).await?;
-        self.base = nothing.header("x-etcd-index").and_then(|index| index.parse().ok()).unwrap_or(0);
+        self.base =
+            nothing.header("x-etcd-index").and_then(|index| index.parse().ok()).unwrap_or(0);
         Ok(())
     }
 
@@ -201,7 +212,9 @@ impl Side {
         for (name, value) in &answer.headers {
             match name.as_str() {
                 "date" => {}
-                "content-length" if answer.body.is_empty() => headers.push(format!("{name}: {value}")),
+                "content-length" if answer.body.is_empty() => {
+                    headers.push(format!("{name}: {value}"))
+                }
                 // The body itself is compared.
                 "content-length" => headers.push(name.clone()),
                 "x-etcd-index" => headers.push(format!("{name}: {}", self.relative(value))),
@@ -271,8 +284,7 @@ fn times(text: &str) -> String {
     let mut whole = parts.next().unwrap_or_default().to_owned();
     for part in parts {
         let (time, rest) = part.split_once('"').unwrap_or((part, ""));
-        let form: String =
-            time.chars().map(|c| if c.is_ascii_digit() { '0' } else { c }).collect();
+        let form: String = time.chars().map(|c| if c.is_ascii_digit() { '0' } else { c }).collect();
         let (seconds, fraction) = form.split_at(form.len().min(19));
         let fraction = fraction.strip_prefix('.').unwrap_or(fraction);
         let good = seconds == "0000-00-00T00:00:00"
@@ -291,7 +303,8 @@ fn in_order_names(text: &str, other: impl Fn(&str) -> String) -> String {
     let mut whole = String::new();
     let mut rest = text;
     while let Some(start) = rest.find(|c: char| c.is_ascii_digit()) {
-        let digits = rest[start..].find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len() - start);
+        let digits =
+            rest[start..].find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len() - start);
         whole.push_str(&rest[..start]);
         let number = &rest[start..start + digits];
         if digits == 20 {

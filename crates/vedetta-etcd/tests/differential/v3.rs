@@ -73,7 +73,8 @@ impl Pair {
             if difference.is_some() && at < case.lines.len() {
                 continue;
             }
-            let (etcd, ours) = join(etcd.try_step(&prefix, line), ours.try_step(&prefix, line)).await;
+            let (etcd, ours) =
+                join(etcd.try_step(&prefix, line), ours.try_step(&prefix, line)).await;
             if difference.is_none() && (etcd != ours || etcd == NOTHING) {
                 difference = Some(Mismatch { at, etcd, ours });
             }
@@ -88,7 +89,8 @@ impl Side {
         self.ids.clear();
         let mut nothing = request("KV/Range");
         nothing.set_field_by_name("key", Value::Bytes("nothing".into()));
-        let answer = self.client.unary("KV/Range", &nothing).await.expect("the revision can be asked");
+        let answer =
+            self.client.unary("KV/Range", &nothing).await.expect("the revision can be asked");
         self.base = revision(&answer);
     }
 
@@ -108,7 +110,10 @@ impl Side {
     /// Does what a line says, and answers what can be compared.
     async fn step(&mut self, prefix: &str, line: &str) -> Result<String, Status> {
         if line.starts_with(|c: char| c.is_ascii_uppercase()) {
-            return self.gateway(prefix, line).await.map_err(|broken| Status::unknown(broken.to_string()));
+            return self
+                .gateway(prefix, line)
+                .await
+                .map_err(|broken| Status::unknown(broken.to_string()));
         }
         if let Some((name, line)) = line.split_once("> ").filter(|(name, _)| name.len() == 1) {
             let (path, request) = self.parse(prefix, line);
@@ -130,7 +135,9 @@ impl Side {
             return self.events(name, |told| told.len() >= least).await;
         }
         if let Some((name, mark)) = line.split_once('~').filter(|(name, _)| name.len() == 1) {
-            return self.events(name, |told| told.last().is_some_and(|last| last.contains(mark))).await;
+            return self
+                .events(name, |told| told.last().is_some_and(|last| last.contains(mark)))
+                .await;
         }
         if let Some(name) = line.strip_suffix('-').filter(|name| name.len() == 1) {
             self.lines.remove(name);
@@ -151,7 +158,11 @@ impl Side {
 
     /// Events until there are enough. How they come together in answers is the server's affair, and so is
     /// the order among the watches of a stream.
-    async fn events(&mut self, name: &str, enough: impl Fn(&[String]) -> bool) -> Result<String, Status> {
+    async fn events(
+        &mut self,
+        name: &str,
+        enough: impl Fn(&[String]) -> bool,
+    ) -> Result<String, Status> {
         let mut told = Vec::new();
         while !enough(&told) {
             let Some(answer) = self.open(name)?.next().await? else { break };
@@ -181,9 +192,17 @@ impl Side {
         for field in ["revision", "mod_revision", "create_revision", "compact_revision"] {
             text = self.relative_in(&text, field);
         }
-        for field in ["cluster_id", "member_id", "raft_term", "raftTerm", "raftIndex", "leader", "raftAppliedIndex",
-            "dbSize", "dbSizeInUse"]
-        {
+        for field in [
+            "cluster_id",
+            "member_id",
+            "raft_term",
+            "raftTerm",
+            "raftIndex",
+            "leader",
+            "raftAppliedIndex",
+            "dbSize",
+            "dbSizeInUse",
+        ] {
             text = replace(&text, field, |_| "<id>".into());
         }
         let content_type = answer.header("content-type").unwrap_or("(no type)");
@@ -191,7 +210,9 @@ impl Side {
     }
 
     fn relative_in(&self, text: &str, field: &str) -> String {
-        replace(text, field, |number| number.parse().map_or("?".into(), |number| self.relative(number)))
+        replace(text, field, |number| {
+            number.parse().map_or("?".into(), |number| self.relative(number))
+        })
     }
 
     /// `{2}` is the second revision after the case began.
@@ -200,7 +221,9 @@ impl Side {
         let mut rest = line;
         while let Some((before, after)) = rest.split_once('{') {
             whole.push_str(before);
-            let number = after.split_once('}').and_then(|(number, rest)| Some((number.parse::<i64>().ok()?, rest)));
+            let number = after
+                .split_once('}')
+                .and_then(|(number, rest)| Some((number.parse::<i64>().ok()?, rest)));
             match number {
                 Some((number, after)) => {
                     whole.push_str(&(self.base + number).to_string());
@@ -238,11 +261,13 @@ impl Side {
             "authenticate" => ("Auth/Authenticate", &["name", "password"]),
             "txn" => return ("KV/Txn", self.txn(prefix, &mut rest.iter().copied())),
             "watch" => {
-                let create = self.fields(prefix, message("WatchCreateRequest"), &["key", "range_end"], rest);
+                let create =
+                    self.fields(prefix, message("WatchCreateRequest"), &["key", "range_end"], rest);
                 return ("Watch/Watch", wrapped("WatchRequest", "create_request", create));
             }
             "cancel" => {
-                let cancel = self.fields(prefix, message("WatchCancelRequest"), &["watch_id"], rest);
+                let cancel =
+                    self.fields(prefix, message("WatchCancelRequest"), &["watch_id"], rest);
                 return ("Watch/Watch", wrapped("WatchRequest", "cancel_request", cancel));
             }
             "progress" => {
@@ -325,21 +350,23 @@ impl Side {
         let (mut compares, mut success, mut failure) = (Vec::new(), Vec::new(), Vec::new());
         let mut part = "if";
         let mut op: Vec<&str> = Vec::new();
-        let finish = |op: &mut Vec<&str>, part: &str, success: &mut Vec<Value>, failure: &mut Vec<Value>| {
-            if !op.is_empty() {
-                let times = times(op.last());
-                op.truncate(op.len() - usize::from(times.is_some()));
-                let op = Value::Message(self.op(prefix, &std::mem::take(op)));
-                let ops = std::iter::repeat_n(op, times.unwrap_or(1));
-                if part == "then" { success.extend(ops) } else { failure.extend(ops) }
-            }
-        };
+        let finish =
+            |op: &mut Vec<&str>, part: &str, success: &mut Vec<Value>, failure: &mut Vec<Value>| {
+                if !op.is_empty() {
+                    let times = times(op.last());
+                    op.truncate(op.len() - usize::from(times.is_some()));
+                    let op = Value::Message(self.op(prefix, &std::mem::take(op)));
+                    let ops = std::iter::repeat_n(op, times.unwrap_or(1));
+                    if part == "then" { success.extend(ops) } else { failure.extend(ops) }
+                }
+            };
         while let Some(word) = words.next() {
             match word {
                 "]" => break,
                 "[" => {
                     let nested = wrapped("RequestOp", "request_txn", self.txn(prefix, words));
-                    if part == "then" { &mut success } else { &mut failure }.push(Value::Message(nested));
+                    if part == "then" { &mut success } else { &mut failure }
+                        .push(Value::Message(nested));
                     op.clear();
                 }
                 "if" => {}
@@ -351,7 +378,9 @@ impl Side {
                     let last = compares.pop().expect("a compare to repeat");
                     compares.extend(std::iter::repeat_n(last, times(Some(&again)).unwrap_or(1)));
                 }
-                compare if part == "if" => compares.push(Value::Message(self.compare(prefix, compare))),
+                compare if part == "if" => {
+                    compares.push(Value::Message(self.compare(prefix, compare)))
+                }
                 word => op.push(word),
             }
         }
@@ -420,13 +449,19 @@ impl Side {
                 let mut fields: Vec<_> = message.fields().collect();
                 fields.sort_by_key(|(field, _)| field.number());
                 for (number, (field, value)) in fields.into_iter().enumerate() {
-                    let _ = write!(text, "{}{}: ", if number > 0 { ", " } else { "" }, field.name());
+                    let _ =
+                        write!(text, "{}{}: ", if number > 0 { ", " } else { "" }, field.name());
                     self.tell(text, field.name(), value);
                 }
                 write!(text, "}}")
             }
             Value::List(values) => {
                 text.push('[');
+                // The keys of a lease lie in a map there.
+                let mut values = values.clone();
+                if name == "keys" {
+                    values.sort_by_key(|key| key.as_bytes().cloned());
+                }
                 for (number, value) in values.iter().enumerate() {
                     text.push_str(if number > 0 { ", " } else { "" });
                     self.tell(text, name, value);
@@ -437,10 +472,16 @@ impl Side {
                 write!(text, "{} bytes, crc {:08x}", bytes.len(), crc32fast::hash(bytes))
             }
             Value::Bytes(bytes) => write!(text, "\"{}\"", bytes.escape_ascii()),
-            Value::I64(number) if name.ends_with("revision") => write!(text, "{}", self.relative(*number)),
-            Value::I64(number) if matches!(name, "ID" | "lease") => write!(text, "{}", self.id(*number)),
+            Value::I64(number) if name.ends_with("revision") => {
+                write!(text, "{}", self.relative(*number))
+            }
+            Value::I64(number) if matches!(name, "ID" | "lease") => {
+                write!(text, "{}", self.id(*number))
+            }
             // Seconds pass between the two.
-            Value::I64(ttl) if name == "TTL" && *ttl > 50 => write!(text, "{}", (ttl + 99) / 100 * 100),
+            Value::I64(ttl) if name == "TTL" && *ttl > 50 => {
+                write!(text, "{}", (ttl + 99) / 100 * 100)
+            }
             Value::I64(_) if name.starts_with("dbSize") => write!(text, "<size>"),
             Value::U64(number) if *number > 0 => write!(text, "<id>"),
             Value::U32(_) if name == "hash" => write!(text, "<hash>"),
@@ -513,7 +554,10 @@ fn unescape(prefix: &str, text: &str) -> Vec<u8> {
                 rest = &rest[1..];
             }
             b'\\' if rest.starts_with(b"x") => {
-                bytes.push(u8::from_str_radix(&text[text.len() - rest.len() + 1..][..2], 16).expect("a byte"));
+                bytes.push(
+                    u8::from_str_radix(&text[text.len() - rest.len() + 1..][..2], 16)
+                        .expect("a byte"),
+                );
                 rest = &rest[3..];
             }
             other => bytes.push(*other),

@@ -116,14 +116,24 @@ impl Client {
 
     /// One request, one answer, both as they are on the wire.
     pub(crate) async fn plain(&mut self, path: &str, request: Bytes) -> Result<Bytes, Status> {
-        self.grpc.ready().await.map_err(|broken| Status::unknown(format!("not ready: {broken}")))?;
+        self.grpc
+            .ready()
+            .await
+            .map_err(|broken| Status::unknown(format!("not ready: {broken}")))?;
         let answer = self.grpc.unary(Request::new(request), Self::path(path), Plain).await?;
         Ok(answer.into_inner())
     }
 
     /// A stream each way, opened by its first request.
-    pub(crate) async fn line(&mut self, path: &str, first: &DynamicMessage) -> Result<Line, Status> {
-        self.grpc.ready().await.map_err(|broken| Status::unknown(format!("not ready: {broken}")))?;
+    pub(crate) async fn line(
+        &mut self,
+        path: &str,
+        first: &DynamicMessage,
+    ) -> Result<Line, Status> {
+        self.grpc
+            .ready()
+            .await
+            .map_err(|broken| Status::unknown(format!("not ready: {broken}")))?;
         let (requests, receiver) = mpsc::channel(64);
         requests.send(first.encode_to_vec().into()).await.expect("the receiver is here");
         let requested = stream::unfold(receiver, async |mut receiver: mpsc::Receiver<Bytes>| {

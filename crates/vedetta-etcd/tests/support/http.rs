@@ -34,8 +34,13 @@ pub(crate) struct Connection {
 }
 
 /// What a request looks like on the wire.
-pub(crate) fn request(method: &str, target: &str, content_type: Option<&str>, body: &[u8]) -> Vec<u8> {
-    let mut bytes = format!("{method} {target} HTTP/1.1\r\nHost: differential\r\n").into_bytes();
+pub(crate) fn request(
+    method: &str,
+    target: &str,
+    content_type: Option<&str>,
+    body: &[u8],
+) -> Vec<u8> {
+    let mut bytes = format!("{method} {target} HTTP/1.1\r\nHost: localhost\r\n").into_bytes();
     if let Some(content_type) = content_type {
         bytes.extend(format!("Content-Type: {content_type}\r\n").bytes());
     }

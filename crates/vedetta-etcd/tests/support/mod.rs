@@ -140,8 +140,7 @@ impl Ours {
         let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let address = listener.local_addr().unwrap();
         let stop = CancellationToken::new();
-        let serving =
-            tokio::spawn(serve(listener, Endpoint::new(store.clone()), stop.clone()));
+        let serving = tokio::spawn(serve(listener, Endpoint::new(store.clone()), stop.clone()));
         Self { address, store, stop, serving: AbortOnDropHandle::new(serving), folder }
     }
 }
