@@ -205,6 +205,10 @@ impl Side {
         ] {
             text = replace(&text, field, |_| "<id>".into());
         }
+        // What is wrong with JSON is told in the words of the library that reads it.
+        if answer.status == 400 && text.contains("\"code\":3") && !text.contains("etcdserver") {
+            text = "no such JSON, code 3".into();
+        }
         let content_type = answer.header("content-type").unwrap_or("(no type)");
         Ok(format!("{}\n{content_type}\n{text}", answer.status))
     }
@@ -446,7 +450,9 @@ impl Side {
         let _ = match value {
             Value::Message(message) => {
                 text.push('{');
-                let mut fields: Vec<_> = message.fields().collect();
+                // We have no peers.
+                let fields = message.fields().filter(|(field, _)| field.name() != "peerURLs");
+                let mut fields: Vec<_> = fields.collect();
                 fields.sort_by_key(|(field, _)| field.number());
                 for (number, (field, value)) in fields.into_iter().enumerate() {
                     let _ =
@@ -485,7 +491,7 @@ impl Side {
             Value::I64(_) if name.starts_with("dbSize") => write!(text, "<size>"),
             Value::U64(number) if *number > 0 => write!(text, "<id>"),
             Value::U32(_) if name == "hash" => write!(text, "<hash>"),
-            Value::String(address) if name == "clientURLs" || name == "peerURLs" => {
+            Value::String(address) if name == "clientURLs" => {
                 write!(text, "{}", if address.starts_with("http://") { "<url>" } else { address })
             }
             Value::String(said) if name == "name" => write!(text, "<name {}>", !said.is_empty()),
