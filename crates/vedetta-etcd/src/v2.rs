@@ -36,7 +36,7 @@ use vedetta_core::Revision;
 use vedetta_kv::Store;
 
 use self::about::{Stats, of_cluster, too_large};
-use self::error::Error;
+use self::error::{Code, Error};
 use self::form::{Ask, unescape};
 use self::path::Path;
 use self::watch::Watch;
@@ -120,6 +120,9 @@ async fn keys(api: &Api, path: Path, request: Request) -> Response {
 }
 
 async fn parse(path: Path, request: Request) -> Result<Ask, Error> {
+    if path.is_too_deep() {
+        return Err(Error::request(Code::InvalidForm, "the path is too deep"));
+    }
     let (head, body) = request.into_parts();
     let body = to_bytes(body, FORM).await.map_err(|_| too_large())?;
     let query = head.uri.query().unwrap_or_default().as_bytes();

@@ -8,6 +8,7 @@ use super::path::Path;
 
 /// A request on keys.
 #[derive(Debug, Clone)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a field of the form")]
 pub(crate) struct Ask {
     pub(crate) path: Path,
     pub(crate) value: Bytes,
@@ -223,25 +224,25 @@ pub(crate) fn unescape(text: &[u8], plus_is_space: bool) -> Result<Vec<u8>, Vec<
 mod tests {
     use super::*;
 
-    fn ask(method: Method, query: &str, body: &str) -> Result<Ask, Error> {
+    fn ask(method: &Method, query: &str, body: &str) -> Result<Ask, Error> {
         let mut headers = HeaderMap::new();
         let form = "application/x-www-form-urlencoded; charset=utf-8".parse().unwrap();
         headers.insert(header::CONTENT_TYPE, form);
-        Ask::parse(Path::clean(b"/a"), &method, &headers, query.as_bytes(), body.as_bytes())
+        Ask::parse(Path::clean(b"/a"), method, &headers, query.as_bytes(), body.as_bytes())
     }
 
     fn code(query: &str) -> Code {
-        ask(Method::PUT, query, "").unwrap_err().code
+        ask(&Method::PUT, query, "").unwrap_err().code
     }
 
     #[test]
     fn the_body_comes_before_the_query() {
-        let both = ask(Method::PUT, "value=q&ttl=5&dir=T", "value=b+c%20%3d&value=x").unwrap();
+        let both = ask(&Method::PUT, "value=q&ttl=5&dir=T", "value=b+c%20%3d&value=x").unwrap();
         assert_eq!((&both.value[..], both.ttl, both.dir), (&b"b c ="[..], Some(5), true));
-        let get = ask(Method::GET, "value=q", "value=b").unwrap();
+        let get = ask(&Method::GET, "value=q", "value=b").unwrap();
         assert_eq!(get.value, "q", "a GET has no form");
-        assert_eq!(ask(Method::PUT, "ttl=", "").unwrap().ttl, None);
-        assert_eq!(ask(Method::PUT, "prevExist=false", "").unwrap().prev_exist, Some(false));
+        assert_eq!(ask(&Method::PUT, "ttl=", "").unwrap().ttl, None);
+        assert_eq!(ask(&Method::PUT, "prevExist=false", "").unwrap().prev_exist, Some(false));
     }
 
     #[test]
@@ -266,8 +267,8 @@ mod tests {
         ] {
             assert_eq!(code(query), expected, "{query}");
         }
-        assert!(ask(Method::PUT, "refresh=false&value=x", "").is_ok());
-        let bad = ask(Method::PUT, "", "a=%zzz").unwrap_err();
+        assert!(ask(&Method::PUT, "refresh=false&value=x", "").is_ok());
+        let bad = ask(&Method::PUT, "", "a=%zzz").unwrap_err();
         assert_eq!(bad, Error::request(Code::InvalidForm, "invalid URL escape \"%zz\""));
     }
 }

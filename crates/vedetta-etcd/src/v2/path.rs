@@ -3,6 +3,10 @@
 use bytes::Bytes;
 use vedetta_core::KeyRange;
 
+/// Segments of the longest path. Whoever lists a directory repeats the path at every level, so there must be
+/// an end.
+const DEEPEST: usize = 512;
+
 /// Where a node is: `/a/b`, or nothing at all for the root. No segment is empty, `.` or `..`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Path(Bytes);
@@ -35,11 +39,16 @@ impl Path {
         };
         let rest = path.strip_prefix(b"/")?;
         let named = rest.split(|&byte| byte == b'/').all(is_name);
-        named.then(|| (Self(Bytes::copy_from_slice(path)), dir))
+        let path = Self(Bytes::copy_from_slice(path));
+        (named && !path.is_too_deep()).then_some((path, dir))
     }
 
     pub(crate) fn is_root(&self) -> bool {
         self.0.is_empty()
+    }
+
+    pub(crate) fn is_too_deep(&self) -> bool {
+        self.0.split(|&byte| byte == b'/').count() > DEEPEST + 1
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
@@ -71,6 +80,11 @@ impl Path {
         slashes.map(|(at, _)| Self(self.0.slice(..at)))
     }
 
+    /// Their markers. They share the path's bytes.
+    pub(crate) fn markers_above(&self) -> impl Iterator<Item = Bytes> {
+        self.ancestors().map(|above| self.0.slice(..=above.0.len()))
+    }
+
     /// What follows in `other` when that is somewhere below this.
     pub(crate) fn rest_of<'a>(&self, other: &'a Self) -> Option<&'a [u8]> {
         other.0.strip_prefix(&self.0[..])?.strip_prefix(b"/")
@@ -80,6 +94,11 @@ impl Path {
 /// Whether a segment can be the name of a node.
 pub(crate) fn is_name(segment: &[u8]) -> bool {
     !matches!(segment, b"" | b"." | b"..")
+}
+
+/// Whether a directory may have others in it, given how many it is in.
+pub(crate) fn may_go_deeper(depth: usize) -> bool {
+    depth < DEEPEST
 }
 
 /// Names that begin so are left out unless asked for.
@@ -117,13 +136,16 @@ mod tests {
         for key in ["a", "", "/", "//", "/a//b", "/a//", "/a/./b", "/..", "/a/../"] {
             assert_eq!(of(key), None, "{key}");
         }
+        assert!(of(&"/a".repeat(DEEPEST)).is_some());
+        assert!(of(&"/a".repeat(DEEPEST + 1)).is_none());
     }
 
     #[test]
     fn ancestors_come_from_the_top() {
         let path = Path::clean(b"/a/b/c");
-        let all: Vec<_> = path.ancestors().map(|a| a.marker()).collect();
+        let all: Vec<_> = path.ancestors().map(|above| above.marker()).collect();
         assert_eq!(all, ["/a/", "/a/b/"]);
+        assert_eq!(path.markers_above().collect::<Vec<_>>(), all);
         assert_eq!(Path::clean(b"/a").ancestors().count(), 0);
         assert_eq!(Path::clean(b"").ancestors().count(), 0);
         assert_eq!(Path::clean(b"/a").rest_of(&path), Some(&b"b/c"[..]));

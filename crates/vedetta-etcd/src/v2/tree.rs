@@ -62,10 +62,19 @@ pub(crate) fn find(keys: &impl Keys, path: &Path) -> Result<Found, Error> {
     if let Some(found) = look(keys, path) {
         return Ok(found);
     }
-    check_parents(keys, path, |missing| {
-        Err(Error::new(Code::KeyNotFound, missing.bytes(), keys.revision()))
-    })?;
+    for above in path.ancestors() {
+        match look(keys, &above) {
+            Some(Found::Dir(_)) => {}
+            Some(Found::File(_)) => return Err(not_a_directory(keys, &above)),
+            None => return Err(Error::new(Code::KeyNotFound, above.bytes(), keys.revision())),
+        }
+    }
     Err(Error::new(Code::KeyNotFound, path.bytes(), keys.revision()))
+}
+
+/// Something is to be in `path`, but that is a file.
+pub(crate) fn not_a_directory(keys: &impl Keys, path: &Path) -> Error {
+    Error::new(Code::NotDir, path.bytes(), keys.revision())
 }
 
 /// The node at `path`. A path with keys below it is a directory, even if there is a key of that name too.
@@ -80,22 +89,4 @@ pub(crate) fn look(keys: &impl Keys, path: &Path) -> Option<Found> {
         return Some(Found::Dir(Dir { marker, created }));
     }
     keys.get(path.bytes()).map(Found::File)
-}
-
-/// Makes sure that what is above `path` are directories. Those that are not there are handed to `missing`.
-pub(crate) fn check_parents(
-    keys: &impl Keys,
-    path: &Path,
-    mut missing: impl FnMut(&Path) -> Result<(), Error>,
-) -> Result<(), Error> {
-    for parent in path.ancestors() {
-        match look(keys, &parent) {
-            Some(Found::Dir(_)) => {}
-            Some(Found::File(_)) => {
-                return Err(Error::new(Code::NotDir, parent.bytes(), keys.revision()));
-            }
-            None => missing(&parent)?,
-        }
-    }
-    Ok(())
 }

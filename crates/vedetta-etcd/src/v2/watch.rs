@@ -90,8 +90,7 @@ struct Scope {
 impl Scope {
     /// The keys that matter: the node, what is in it, and the directories it would go with.
     fn ranges(&self) -> Vec<KeyRange> {
-        let mut ranges: Vec<_> =
-            self.path.ancestors().map(|above| KeyRange::One(above.marker())).collect();
+        let mut ranges: Vec<_> = self.path.markers_above().map(KeyRange::One).collect();
         if !self.path.is_root() {
             ranges.push(KeyRange::One(self.path.file()));
         }
@@ -113,7 +112,7 @@ impl Scope {
             let concerns = path == self.path
                 || self.path.rest_of(&path).is_some_and(|rest| self.recursive && !hidden(rest))
                 || path.rest_of(&self.path).is_some() && self.went_with(events);
-            concerns.then(|| show(store, event, path, dir, events))
+            concerns.then(|| show(store, event, &path, dir, events))
         });
         shown.collect()
     }
@@ -132,7 +131,7 @@ fn hidden(rest: &[u8]) -> bool {
     rest.split(|&byte| byte == b'/').any(is_hidden)
 }
 
-fn show(store: &Store, event: &Raw, path: Path, dir: bool, others: &[&Raw]) -> Event {
+fn show(store: &Store, event: &Raw, path: &Path, dir: bool, others: &[&Raw]) -> Event {
     let node = |key: &KeyValue, dir: bool| Node {
         path: path.clone(),
         value: (!dir).then(|| key.clone()),

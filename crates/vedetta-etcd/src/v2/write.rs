@@ -15,7 +15,7 @@ use super::error::{Code, Error};
 use super::form::{Ask, Compare};
 use super::json::{Event, Node};
 use super::path::Path;
-use super::tree::{Dir, Found, check_parents, find, look};
+use super::tree::{Dir, Found, find, look, not_a_directory};
 use super::ttl::{self, Expiry};
 
 /// What a change was for v2, kept with its event. 0 is a change that was not made here.
@@ -312,14 +312,17 @@ impl<'a, 'u> Change<'a, 'u> {
         }
     }
 
+    /// Makes the directories that `path` is to be in. One that only v3 knew becomes one of ours, which
+    /// stays when it is empty.
     fn make_parents(&mut self, path: &Path) -> Result<(), Refused> {
-        check_parents(self.update, path, |_| Ok(()))?;
-        // A directory that only v3 knew becomes one of ours, which stays when it is empty.
-        for parent in path.ancestors() {
-            let marker = parent.marker();
-            if self.update.get(&marker).is_none() {
-                let write = Write { tag: tag::PART, ..Write::default() };
-                self.update.put(marker, Bytes::new(), write)?;
+        for (above, marker) in path.ancestors().zip(path.markers_above()) {
+            match look(self.update, &above) {
+                Some(Found::Dir(Dir { marker: Some(_), .. })) => {}
+                Some(Found::File(_)) => return Err(not_a_directory(self.update, &above).into()),
+                Some(Found::Dir(_)) | None => {
+                    let write = Write { tag: tag::PART, ..Write::default() };
+                    self.update.put(marker, Bytes::new(), write)?;
+                }
             }
         }
         Ok(())
