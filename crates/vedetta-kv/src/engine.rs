@@ -1,7 +1,7 @@
 //! Evaluates requests on the writer thread and appends their rows.
 
 use std::cmp::Ordering;
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -208,17 +208,36 @@ impl<'a> Engine<'a> {
     }
 
     pub(crate) fn txn(&mut self, txn: &Txn) -> Evaluated<TxnDone> {
+        let mut decisions = VecDeque::new();
+        self.decide(txn, &mut decisions)?;
+        self.execute(txn, &mut decisions)
+    }
+
+    /// Which branch is taken, of it and of those nested in that branch, in the order they are met. All
+    /// compares see what was there before any of the writes, so a nested one does not see the outer's.
+    fn decide(&self, txn: &Txn, decisions: &mut VecDeque<bool>) -> Evaluated<()> {
         let mut held = true;
         for compare in &txn.when {
             held = held && self.holds(compare)?;
         }
+        decisions.push_back(held);
+        for op in txn.branch(held) {
+            if let Op::Txn(txn) = op {
+                self.decide(txn, decisions)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn execute(&mut self, txn: &Txn, decisions: &mut VecDeque<bool>) -> Evaluated<TxnDone> {
+        let held = decisions.pop_front().unwrap_or(false);
         let mut replies = Vec::new();
-        for op in if held { &txn.then } else { &txn.otherwise } {
+        for op in txn.branch(held) {
             replies.push(match op {
                 Op::Range(range) => OpReply::Range(self.range(range)?),
                 Op::Put(put) => OpReply::Put(self.put(put, Draft::of(put, None))?),
                 Op::Delete(delete) => OpReply::Delete(self.delete(delete)?),
-                Op::Txn(txn) => OpReply::Txn(self.txn(txn)?),
+                Op::Txn(txn) => OpReply::Txn(self.execute(txn, decisions)?),
             });
         }
         Ok(TxnDone { revision: self.pending.revision, held, replies })

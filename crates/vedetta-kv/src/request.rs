@@ -146,7 +146,15 @@ pub struct Txn {
     pub otherwise: Vec<Op>,
 }
 
-/// One step of a transaction; it sees what the steps before it did.
+impl Txn {
+    /// What is done when the compares held, or when they did not.
+    pub(crate) fn branch(&self, held: bool) -> &[Op] {
+        if held { &self.then } else { &self.otherwise }
+    }
+}
+
+/// One step of a transaction; it sees what the steps before it did. The compares of a nested transaction
+/// do not: like the outer ones they see what was there before.
 #[derive(Debug, Clone)]
 pub enum Op {
     /// Read keys.

@@ -62,7 +62,7 @@ impl Ask {
         let prev_index = index("prevIndex")?.unwrap_or(0);
         let wait_index = index("waitIndex")?.unwrap_or(0);
         let (recursive, _sorted, wait) = (flag("recursive")?, flag("sorted")?, flag("wait")?);
-        let (dir, _quorum, stream) = (flag("dir")?, flag("quorum")?, flag("stream")?);
+        let (dir, quorum, stream) = (flag("dir")?, flag("quorum")?, flag("stream")?);
         if wait && method != Method::GET {
             let text = "\"wait\" can only be used with GET requests";
             return Err(Error::request(Code::InvalidField, text));
@@ -100,7 +100,8 @@ impl Ask {
             value,
             dir,
             recursive,
-            wait,
+            // Such a read takes the way of the writes there, where nobody waits.
+            wait: wait && !quorum,
             stream,
             wait_index,
             compare,
@@ -163,6 +164,10 @@ fn is_form(headers: &HeaderMap) -> Result<bool, Error> {
     let kind = kind.split(';').next().unwrap_or_default().trim();
     if kind.is_empty() || kind == "/" {
         return Err(Error::request(Code::InvalidForm, "mime: no media type"));
+    }
+    if kind.split('/').count() > 2 {
+        let text = "mime: unexpected content after media subtype";
+        return Err(Error::request(Code::InvalidForm, text));
     }
     Ok(kind.eq_ignore_ascii_case("application/x-www-form-urlencoded"))
 }

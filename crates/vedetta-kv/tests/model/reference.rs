@@ -317,34 +317,40 @@ impl<'m> Draft<'m> {
     }
 
     fn txn(&mut self, txn: &Txn) -> Answer<TxnDone> {
-        let held = txn.when.iter().all(|compare| self.agrees(compare));
+        let before = self.now.clone();
+        self.nested(txn, &before)
+    }
+
+    /// All compares are of what was there before, however deep they are.
+    fn nested(&mut self, txn: &Txn, before: &State) -> Answer<TxnDone> {
+        let held = txn.when.iter().all(|compare| agrees(before, compare));
         let mut replies = Vec::new();
         for op in if held { &txn.then } else { &txn.otherwise } {
             replies.push(match op {
                 Op::Range(range) => OpReply::Range(self.range(range)?),
                 Op::Put(put) => OpReply::Put(self.put(put)?),
                 Op::Delete(delete) => OpReply::Delete(self.delete(delete)),
-                Op::Txn(txn) => OpReply::Txn(self.txn(txn)?),
+                Op::Txn(txn) => OpReply::Txn(self.nested(txn, before)?),
             });
         }
         Ok(TxnDone { revision: self.revision(), held, replies })
     }
+}
 
-    fn agrees(&self, compare: &Compare) -> bool {
-        let keys = within(&self.now, &compare.range);
-        if keys.is_empty() {
-            return agrees_with_nothing(compare);
-        }
-        keys.iter().all(|key| match &compare.target {
-            CompareTarget::Version(want) => compares(compare.op, &key.version(), want),
-            CompareTarget::Created(want) => compares(compare.op, &key.created(), want),
-            CompareTarget::Modified(want) => compares(compare.op, &key.modified(), want),
-            CompareTarget::Value(want) => compares(compare.op, &key.value(), &&want[..]),
-            CompareTarget::Lease(want) => {
-                compares(compare.op, &key.lease().map_or(0, LeaseId::get), want)
-            }
-        })
+fn agrees(state: &State, compare: &Compare) -> bool {
+    let keys = within(state, &compare.range);
+    if keys.is_empty() {
+        return agrees_with_nothing(compare);
     }
+    keys.iter().all(|key| match &compare.target {
+        CompareTarget::Version(want) => compares(compare.op, &key.version(), want),
+        CompareTarget::Created(want) => compares(compare.op, &key.created(), want),
+        CompareTarget::Modified(want) => compares(compare.op, &key.modified(), want),
+        CompareTarget::Value(want) => compares(compare.op, &key.value(), &&want[..]),
+        CompareTarget::Lease(want) => {
+            compares(compare.op, &key.lease().map_or(0, LeaseId::get), want)
+        }
+    })
 }
 
 fn agrees_with_nothing(compare: &Compare) -> bool {

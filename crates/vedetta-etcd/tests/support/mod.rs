@@ -1,0 +1,146 @@
+//! What the suites have in common: the real etcd, our server, and a client that sends bytes.
+#![allow(dead_code, reason = "each suite uses its share")]
+
+pub(crate) mod grpc;
+pub(crate) mod http;
+
+use std::net::{Ipv4Addr, SocketAddr, TcpListener as StdListener};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use tempfile::TempDir;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
+use vedetta_db::Db;
+use vedetta_etcd::{Endpoint, serve};
+use vedetta_kv::{Options, SCHEMA, Store};
+
+/// What takes longer than this hangs.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Fails instead of hanging.
+pub(crate) async fn soon<T>(what: &str, work: impl Future<Output = T>) -> T {
+    match tokio::time::timeout(PATIENCE, work).await {
+        Ok(done) => done,
+        Err(_) => panic!("it hangs: {what}"),
+    }
+}
+
+/// The program of a Debian package, or a failure that names the package.
+pub(crate) fn program(name: &str) -> Command {
+    let package = match name {
+        "etcd" => "etcd-server",
+        "etcdctl" => "etcd-client",
+        other => other,
+    };
+    let found = std::env::var_os("PATH")
+        .is_some_and(|path| std::env::split_paths(&path).any(|folder| folder.join(name).is_file()));
+    assert!(found, "{name} is not installed, and the suite needs it: apt-get install {package}");
+    Command::new(name)
+}
+
+/// A folder for data that need not outlive the test: in memory where the system has such a place.
+fn scratch() -> TempDir {
+    let memory = Path::new("/dev/shm");
+    if memory.is_dir() { TempDir::new_in(memory) } else { TempDir::new() }.unwrap()
+}
+
+/// A real etcd with v2 switched on; it ends with this value.
+pub(crate) struct Etcd {
+    process: Child,
+    pub(crate) address: SocketAddr,
+    folder: TempDir,
+}
+
+impl Etcd {
+    pub(crate) async fn start() -> Self {
+        // A port that was free a moment ago may be taken by now: then etcd ends at once, and we try again.
+        for _ in 0..10 {
+            if let Some(etcd) = Self::try_start().await {
+                return etcd;
+            }
+        }
+        panic!("etcd did not start in ten attempts");
+    }
+
+    async fn try_start() -> Option<Self> {
+        let folder = scratch();
+        // Both held until both are known: they differ.
+        let (client, peer) = (free_port(), free_port());
+        let address = client.local_addr().unwrap();
+        let (client_url, peer_url) =
+            (format!("http://{address}"), format!("http://{}", peer.local_addr().unwrap()));
+        drop((client, peer));
+        let log = std::fs::File::create(folder.path().join("log")).unwrap();
+        let process = program("etcd")
+            .args(["--name", "vedetta", "--enable-v2=true", "--log-level", "error"])
+            .arg("--data-dir")
+            .arg(folder.path().join("data"))
+            .args(["--listen-client-urls", &client_url, "--advertise-client-urls", &client_url])
+            .args(["--listen-peer-urls", &peer_url, "--initial-advertise-peer-urls", &peer_url])
+            .args(["--initial-cluster", &format!("vedetta={peer_url}")])
+            .env_remove("ETCD_DATA_DIR")
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().unwrap())
+            .stderr(log)
+            .spawn()
+            .expect("etcd can be run");
+        let mut etcd = Self { process, address, folder };
+        soon("the real etcd becomes healthy", async {
+            loop {
+                if etcd.process.try_wait().unwrap().is_some() {
+                    return None;
+                }
+                if let Ok(health) = http::get(address, "/health").await
+                    && health.status == 200
+                    && health.body.starts_with(br#"{"health":"true""#)
+                {
+                    return Some(());
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        })
+        .await?;
+        Some(etcd)
+    }
+}
+
+impl Drop for Etcd {
+    fn drop(&mut self) {
+        if let Ok(Some(status)) = self.process.try_wait() {
+            let log = std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default();
+            eprintln!("the real etcd has ended by itself, {status}:\n{log}");
+        }
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+fn free_port() -> StdListener {
+    StdListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap()
+}
+
+/// Our server in this process; it ends with this value.
+pub(crate) struct Ours {
+    pub(crate) address: SocketAddr,
+    pub(crate) store: Store,
+    pub(crate) stop: CancellationToken,
+    serving: AbortOnDropHandle<()>,
+    folder: TempDir,
+}
+
+impl Ours {
+    pub(crate) async fn start() -> Self {
+        let folder = scratch();
+        let mut options = vedetta_db::Options::new(folder.path().join("vedetta.db"));
+        options.ballast = 0;
+        let db = Db::open(&options, &[SCHEMA]).unwrap();
+        let store = Store::open(db, Options::default()).await.unwrap();
+        let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let stop = CancellationToken::new();
+        let serving = tokio::spawn(serve(listener, Endpoint::new(store.clone()), stop.clone()));
+        Self { address, store, stop, serving: AbortOnDropHandle::new(serving), folder }
+    }
+}
