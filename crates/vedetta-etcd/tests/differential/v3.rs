@@ -10,7 +10,7 @@
 //! POST /v3/kv/put {"key":"<~a>"}      the gateway; <…> is base64
 //! ```
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write as _;
 use std::net::SocketAddr;
 
@@ -34,6 +34,8 @@ struct Side {
     address: SocketAddr,
     client: Client,
     lines: BTreeMap<String, Line>,
+    /// Events that came with others and were not asked for yet, by stream.
+    unread: BTreeMap<String, VecDeque<String>>,
     /// The revision the case began with.
     base: i64,
     /// Ids the server chose, in the order they came.
@@ -53,6 +55,7 @@ impl Pair {
             address,
             client: Client::connect(address).await.expect("the server can be reached"),
             lines: BTreeMap::new(),
+            unread: BTreeMap::new(),
             base: 0,
             ids: Vec::new(),
             lie,
@@ -86,6 +89,7 @@ impl Pair {
 impl Side {
     async fn begin(&mut self) {
         self.lines.clear();
+        self.unread.clear();
         self.ids.clear();
         let mut nothing = request("KV/Range");
         nothing.set_field_by_name("key", Value::Bytes("nothing".into()));
@@ -165,6 +169,10 @@ impl Side {
     ) -> Result<String, Status> {
         let mut told = Vec::new();
         while !enough(&told) {
+            if let Some(event) = self.unread.entry(name.into()).or_default().pop_front() {
+                told.push(event);
+                continue;
+            }
             let Some(answer) = self.open(name)?.next().await? else { break };
             let id = answer.get_field_by_name("watch_id").unwrap().as_i64().unwrap_or(0);
             let events = answer.get_field_by_name("events").unwrap().into_owned();
@@ -175,7 +183,7 @@ impl Side {
             for event in events {
                 let mut text = format!("watch {id} ");
                 self.tell(&mut text, "event", event);
-                told.push(text);
+                self.unread.entry(name.into()).or_default().push_back(text);
             }
         }
         told.sort_by_key(|told| told.split(' ').nth(1).map(str::to_owned));
@@ -186,7 +194,7 @@ impl Side {
         let (method, rest) = line.split_once(' ').expect("a method");
         let (target, body) = rest.split_once(' ').unwrap_or((rest, ""));
         let body = self.with_revisions(&encoded(prefix, body));
-        let bytes = http::request(method, target, None, body.as_bytes());
+        let bytes = http::request(self.address, method, target, None, body.as_bytes());
         let answer = Connection::open(self.address).await?.exchange(&bytes).await?;
         let mut text = answer.text();
         for field in ["revision", "mod_revision", "create_revision", "compact_revision"] {

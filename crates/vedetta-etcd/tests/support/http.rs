@@ -35,12 +35,18 @@ pub(crate) struct Connection {
 
 /// What a request looks like on the wire.
 pub(crate) fn request(
+    host: SocketAddr,
     method: &str,
     target: &str,
     content_type: Option<&str>,
     body: &[u8],
 ) -> Vec<u8> {
-    let mut bytes = format!("{method} {target} HTTP/1.1\r\nHost: localhost\r\n").into_bytes();
+    let mut bytes = format!(
+        "{method} {target} HTTP/1.1
+Host: {host}
+"
+    )
+    .into_bytes();
     if let Some(content_type) = content_type {
         bytes.extend(format!("Content-Type: {content_type}\r\n").bytes());
     }
@@ -117,5 +123,5 @@ impl Connection {
 
 /// One GET on a connection of its own.
 pub(crate) async fn get(address: SocketAddr, target: &str) -> std::io::Result<Answer> {
-    Connection::open(address).await?.exchange(&request("GET", target, None, b"")).await
+    Connection::open(address).await?.exchange(&request(address, "GET", target, None, b"")).await
 }
