@@ -313,6 +313,30 @@ async fn what_v3_writes_is_there_in_v2_and_the_other_way_round() {
     server.end().await;
 }
 
+#[tokio::test]
+async fn what_is_refused_tells_where_the_store_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = Server::start(folder.path()).await;
+    // Directories that v3 made have no marker yet, so the request would begin by writing one.
+    server.store.put(Put::new("/a/b", "1")).await.unwrap();
+    for (method, path, form, code) in [
+        ("PUT", "/a/b?prevExist=false", "value=2", 105),
+        ("PUT", "/a/b/c?prevExist=false", "value=2", 104),
+        ("PUT", "/a/b/c", "value=2", 104),
+        ("POST", "/a/b", "value=2", 104),
+    ] {
+        let (_, body) = server.ask(method, path, form).await;
+        let told: serde_json::Value = serde_json::from_str(&body).unwrap();
+        assert_eq!(
+            (&told["errorCode"], &told["index"]),
+            (&code.into(), &2.into()),
+            "{path} {form}"
+        );
+    }
+    assert_eq!(server.store.revision(), Revision(2));
+    server.end().await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn of_many_that_compare_and_swap_one_wins() {
     let folder = tempfile::tempdir().unwrap();

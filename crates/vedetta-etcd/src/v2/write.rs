@@ -15,7 +15,7 @@ use super::error::{Code, Error};
 use super::form::{Ask, Compare};
 use super::json::{Event, Node};
 use super::path::Path;
-use super::tree::{Dir, Found, find, look, not_a_directory};
+use super::tree::{Dir, Found, find, look};
 use super::ttl::{self, Expiry};
 
 /// What a change was for v2, kept with its event. 0 is a change that was not made here.
@@ -121,13 +121,15 @@ impl From<KvError> for Refused {
 /// One change being made.
 struct Change<'a, 'u> {
     update: &'a mut Update<'u>,
+    /// Where the store stays if this is refused.
+    index: Revision,
     /// Leases that lost a key, which they may have been made for.
     left: HashSet<LeaseId>,
 }
 
 impl<'a, 'u> Change<'a, 'u> {
     fn new(update: &'a mut Update<'u>) -> Self {
-        Self { update, left: HashSet::new() }
+        Self { index: update.revision(), update, left: HashSet::new() }
     }
 
     fn make(mut self, verb: Verb, ask: &Ask) -> Result<(Event, Revision), Refused> {
@@ -148,7 +150,7 @@ impl<'a, 'u> Change<'a, 'u> {
     }
 
     fn refuse<T>(&self, code: Code, cause: impl Into<Vec<u8>>) -> Result<T, Refused> {
-        Err(Error::new(code, cause, self.update.revision()).into())
+        Err(Error::new(code, cause, self.index).into())
     }
 
     fn check_not_root(&self, path: &Path) -> Result<(), Refused> {
@@ -318,7 +320,7 @@ impl<'a, 'u> Change<'a, 'u> {
         for (above, marker) in path.ancestors().zip(path.markers_above()) {
             match look(self.update, &above) {
                 Some(Found::Dir(Dir { marker: Some(_), .. })) => {}
-                Some(Found::File(_)) => return Err(not_a_directory(self.update, &above).into()),
+                Some(Found::File(_)) => return self.refuse(Code::NotDir, above.bytes()),
                 Some(Found::Dir(_)) | None => {
                     let write = Write { tag: tag::PART, ..Write::default() };
                     self.update.put(marker, Bytes::new(), write)?;
