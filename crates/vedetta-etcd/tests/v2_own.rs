@@ -135,11 +135,13 @@ async fn requests_are_answered_as_etcd_does() {
         ("PUT", "/d", "value=1", 403, r#"{"errorCode":102,"message":"Not a file","cause":"/d","index":6}"#),
         ("DELETE", "/d?dir=true", "", 403, r#"{"errorCode":108,"message":"Directory not empty","cause":"/d","index":6}"#),
         ("DELETE", "/d?recursive=true", "", 200, r#"{"action":"delete","node":{"key":"/d","dir":true,"modifiedIndex":7,"createdIndex":6},"prevNode":{"key":"/d","dir":true,"modifiedIndex":6,"createdIndex":6}}"#),
-        ("POST", "/q", "value=x", 201, r#"{"action":"create","node":{"key":"/q/00000000000000000008","value":"x","modifiedIndex":8,"createdIndex":8}}"#),
-        ("PUT", "/a", "dir=true", 200, r#"{"action":"set","node":{"key":"/a","dir":true,"modifiedIndex":9,"createdIndex":9},"prevNode":{"key":"/a","value":"4","modifiedIndex":5,"createdIndex":3}}"#),
+        ("PUT", "/e", "dir=true", 201, r#"{"action":"set","node":{"key":"/e","dir":true,"modifiedIndex":8,"createdIndex":8}}"#),
+        ("DELETE", "/e?dir=true", "", 200, r#"{"action":"delete","node":{"key":"/e","dir":true,"modifiedIndex":9,"createdIndex":8},"prevNode":{"key":"/e","dir":true,"modifiedIndex":8,"createdIndex":8}}"#),
+        ("POST", "/q", "value=x", 201, r#"{"action":"create","node":{"key":"/q/00000000000000000010","value":"x","modifiedIndex":10,"createdIndex":10}}"#),
+        ("PUT", "/a", "dir=true", 200, r#"{"action":"set","node":{"key":"/a","dir":true,"modifiedIndex":11,"createdIndex":11},"prevNode":{"key":"/a","value":"4","modifiedIndex":5,"createdIndex":3}}"#),
         ("PUT", "/c?noValueOnSuccess=true", "value=1", 201, r#"{"action":"set"}"#),
-        ("DELETE", "/c?prevValue=1", "", 200, r#"{"action":"compareAndDelete","node":{"key":"/c","modifiedIndex":11,"createdIndex":10},"prevNode":{"key":"/c","value":"1","modifiedIndex":10,"createdIndex":10}}"#),
-        ("DELETE", "/?recursive=true", "", 400, r#"{"errorCode":107,"message":"Root is read only","cause":"/","index":11}"#),
+        ("DELETE", "/c?prevValue=1", "", 200, r#"{"action":"compareAndDelete","node":{"key":"/c","modifiedIndex":13,"createdIndex":12},"prevNode":{"key":"/c","value":"1","modifiedIndex":12,"createdIndex":12}}"#),
+        ("DELETE", "/?recursive=true", "", 400, r#"{"errorCode":107,"message":"Root is read only","cause":"/","index":13}"#),
         ("PUT", "/c", "ttl=x", 400, r#"{"errorCode":202,"message":"The given TTL in POST form is not a number","cause":"invalid value for \"ttl\"","index":0}"#),
     ] {
         let answer = server.ask(method, path, form).await;

@@ -224,17 +224,16 @@ impl<'a, 'u> Change<'a, 'u> {
             Found::File(file) => self.delete_file(path, &file, tag::DELETE),
             Found::Dir(_) if !ask.dir && !ask.recursive => self.refuse(Code::NotFile, path.bytes()),
             Found::Dir(dir) => {
-                let previous = self.dir(path, &dir);
-                let marker = path.marker();
-                let inside = self.update.list(&path.below())?;
-                let inside: Vec<_> = inside.into_iter().filter(|key| key.key() != marker).collect();
-                if !inside.is_empty() && !ask.recursive {
+                let (previous, inside) = (self.dir(path, &dir), path.inside());
+                // Not listed before it is sure to go: the writer would be held up for nothing.
+                if !ask.recursive && self.update.first(&inside).is_some() {
                     return self.refuse(Code::DirNotEmpty, path.bytes());
                 }
+                let inside = self.update.list(&inside)?;
                 if let Some(marker) = &dir.marker {
                     self.left.extend(marker.lease());
                 }
-                self.update.delete(marker, tag::DELETE)?;
+                self.update.delete(path.marker(), tag::DELETE)?;
                 // A file that the directory hid goes too, or it would come to light.
                 for key in self.update.get(path.bytes()).iter().chain(&inside) {
                     self.remove(key, WITH_DIRECTORY)?;
