@@ -225,12 +225,13 @@ async fn a_directory_that_expires_takes_its_content_and_wakes_who_watches_it() {
     server.put("/d/s/a", "value=1").await;
     server.put("/d/s/gone", "value=1&ttl=100").await;
     let mut child = server.watch("/d/s/a?wait=true").await;
-    let mut above = server.watch("?wait=true&recursive=true&waitIndex=5").await;
+    let mut above = server.watch("?wait=true&recursive=true&waitIndex=6").await;
     let mut missing = server.watch("/d/s/nope?wait=true&stream=true").await;
+    server.store.put(Put::new("/d", "hidden by the directory")).await.unwrap(); // 4
     server.put("/d", "dir=true&prevExist=true&ttl=1").await;
     for watch in [&mut child, &mut above] {
         let told = event(watch).await;
-        let node = r#""node":{"key":"/d","dir":true,"modifiedIndex":5,"createdIndex":2}"#;
+        let node = r#""node":{"key":"/d","dir":true,"modifiedIndex":6,"createdIndex":2}"#;
         let before = r#""prevNode":{"key":"/d","dir":true,"expiration":"#;
         let expected = format!("{{\"action\":\"expire\",{node},{before}");
         assert!(told.starts_with(&expected), "{told}");
