@@ -23,7 +23,7 @@ use vedetta_etcd::Limits;
 /// How long an attacker waits for an answer; whether one comes is not the question.
 const GLANCE: Duration = Duration::from_millis(20);
 /// Mutated requests of each protocol.
-const MUTATIONS: u64 = 3_000;
+const MUTATIONS: u64 = 10_000;
 
 static PANICKED: AtomicBool = AtomicBool::new(false);
 
