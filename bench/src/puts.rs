@@ -25,8 +25,7 @@ Columns, each the median of the rounds:
   vedetta/s  puts per second of the store, answered when durable
   ratio      vedetta/s over floor/s of the same round
   floor µs   CPU of the floor's one thread per record; it also wakes the callers
-  writer µs  CPU of the store's writer thread per put
-  answer µs  CPU per put of the thread that wakes the callers of large batches";
+  writer µs  CPU of the store's two writer threads per put; they also wake the callers";
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -56,8 +55,8 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         "--check looks at 1, 64 and 256 callers, and none of these is measured"
     );
     println!(
-        "{:>8} {:>10} {:>10} {:>6} {:>9} {:>10} {:>10}",
-        "callers", "floor/s", "vedetta/s", "ratio", "floor µs", "writer µs", "answer µs"
+        "{:>8} {:>10} {:>10} {:>6} {:>9} {:>10}",
+        "callers", "floor/s", "vedetta/s", "ratio", "floor µs", "writer µs"
     );
     let mut missed = Vec::new();
     for &callers in &args.callers {
@@ -69,12 +68,11 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
             |figure: fn(&Round) -> f64| median(&mut rounds.iter().map(figure).collect::<Vec<_>>());
         let ratio = of(|round| round.ours / round.floor);
         println!(
-            "{callers:>8} {:>10.0} {:>10.0} {ratio:>6.2} {:>9.1} {:>10.1} {:>10.1}",
+            "{callers:>8} {:>10.0} {:>10.0} {ratio:>6.2} {:>9.1} {:>10.1}",
             of(|round| round.floor),
             of(|round| round.ours),
             of(|round| round.floor_cpu),
             of(|round| round.writer_cpu),
-            of(|round| round.answer_cpu),
         );
         if CHECKED.contains(&callers) && ratio < TARGET {
             missed.push(format!("{ratio:.3} with {callers}"));
@@ -94,7 +92,6 @@ struct Round {
     ours: f64,
     floor_cpu: f64,
     writer_cpu: f64,
-    answer_cpu: f64,
 }
 
 async fn round(args: &Args, callers: usize) -> anyhow::Result<Round> {
@@ -136,7 +133,6 @@ async fn round(args: &Args, callers: usize) -> anyhow::Result<Round> {
         ours: our_done.rate,
         floor_cpu: floor_done.each(floor_cpu),
         writer_cpu: our_done.each(cpu.of("vedetta-writer")),
-        answer_cpu: our_done.each(cpu.of("vedetta-answers")),
     })
 }
 

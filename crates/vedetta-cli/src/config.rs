@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use clap::Args;
 use serde::Deserialize;
+use vedetta::etcd::TlsFiles;
 use vedetta::kv;
 
 /// Read when no other is named and it exists.
@@ -25,13 +26,30 @@ pub(crate) struct Place {
     /// Where to serve HTTP; port 0 takes a free one [default: 127.0.0.1:7070]
     #[arg(long, value_name = "ADDR", env = "VEDETTA_HTTP")]
     http: Option<SocketAddr>,
+    /// Where to serve etcd's protocols; port 0 takes a free one [default: 127.0.0.1:2379]
+    #[arg(long, value_name = "ADDR", env = "VEDETTA_ETCD")]
+    etcd: Option<SocketAddr>,
+}
+
+/// Where to listen.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Addresses {
+    pub(crate) http: SocketAddr,
+    pub(crate) etcd: SocketAddr,
 }
 
 impl Place {
-    /// Where to serve HTTP.
-    pub(crate) fn address(&self, config: &Config) -> Result<SocketAddr, ConfigError> {
-        let address = self.http.unwrap_or(config.http.listen);
-        if address.ip().is_loopback() { Ok(address) } else { Err(ConfigError::Beyond(address)) }
+    pub(crate) fn addresses(&self, config: &Config) -> Result<Addresses, ConfigError> {
+        let http = self.http.unwrap_or(config.http.listen);
+        let etcd = self.etcd.unwrap_or(config.etcd.listen);
+        if !http.ip().is_loopback() {
+            return Err(ConfigError::Beyond(http));
+        }
+        // Who shows a certificate that we asked for has signed in.
+        if !etcd.ip().is_loopback() && config.etcd.client_ca.is_none() {
+            return Err(ConfigError::EtcdBeyond(etcd));
+        }
+        Ok(Addresses { http, etcd })
     }
 }
 
@@ -54,6 +72,12 @@ pub(crate) enum ConfigError {
         "cannot listen on {0}: there is no sign-in yet, so only loopback addresses such as 127.0.0.1:7070 are allowed"
     )]
     Beyond(SocketAddr),
+    #[error(
+        "cannot serve etcd's protocols on {0}: beyond loopback clients must show a certificate, so set etcd.cert, etcd.key and etcd.client-ca"
+    )]
+    EtcdBeyond(SocketAddr),
+    #[error("etcd.{0} is set and etcd.{1} is not: TLS needs both")]
+    Half(&'static str, &'static str),
     #[error("{} is not a folder", .0.display())]
     Folder(PathBuf),
 }
@@ -63,6 +87,7 @@ pub(crate) enum ConfigError {
 pub(crate) struct Config {
     pub(crate) store: Store,
     pub(crate) http: Http,
+    pub(crate) etcd: Etcd,
     pub(crate) shutdown: Shutdown,
 }
 
@@ -82,6 +107,16 @@ pub(crate) struct Store {
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub(crate) struct Http {
     pub(crate) listen: SocketAddr,
+}
+
+/// The `[etcd]` table.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub(crate) struct Etcd {
+    pub(crate) listen: SocketAddr,
+    cert: Option<PathBuf>,
+    key: Option<PathBuf>,
+    client_ca: Option<PathBuf>,
 }
 
 /// The `[shutdown]` table.
@@ -106,6 +141,29 @@ impl Default for Store {
 impl Default for Http {
     fn default() -> Self {
         Self { listen: ([127, 0, 0, 1], 7070).into() }
+    }
+}
+
+impl Default for Etcd {
+    fn default() -> Self {
+        let listen = ([127, 0, 0, 1], 2379).into();
+        Self { listen, cert: None, key: None, client_ca: None }
+    }
+}
+
+impl Etcd {
+    /// How to speak TLS, if at all.
+    pub(crate) fn tls(&self) -> Result<Option<TlsFiles>, ConfigError> {
+        let client_ca = self.client_ca.clone();
+        match (&self.cert, &self.key) {
+            (Some(cert), Some(key)) => {
+                Ok(Some(TlsFiles { cert: cert.clone(), key: key.clone(), client_ca }))
+            }
+            (Some(_), None) => Err(ConfigError::Half("cert", "key")),
+            (None, Some(_)) => Err(ConfigError::Half("key", "cert")),
+            (None, None) if client_ca.is_some() => Err(ConfigError::Half("client-ca", "cert")),
+            (None, None) => Ok(None),
+        }
     }
 }
 
@@ -205,14 +263,21 @@ mod tests {
         let example: toml::Table = EXAMPLE.parse().unwrap();
         assert_eq!(Config::parse(EXAMPLE), Ok(Config::default()));
         let keys = example.values().map(|table| table.as_table().unwrap().len()).sum::<usize>();
-        assert_eq!(keys, 5, "all but keep-age, which is off");
+        assert_eq!(keys, 6, "all but keep-age and TLS, which are off");
     }
 
     #[test]
     fn what_is_commented_out_is_understood_too() {
-        let on = EXAMPLE.replace("# keep-age", "keep-age");
+        let mut on = EXAMPLE.to_owned();
+        for key in ["keep-age", "cert", "key", "client-ca"] {
+            on = on.replace(&format!("# {key} ="), &format!("{key} ="));
+        }
         let config = Config::parse(&on).unwrap();
         assert_eq!(config.store.keep_age, Some(Duration::from_secs(24 * 3600)));
+        let tls = config.etcd.tls().unwrap().unwrap();
+        assert_eq!(tls.cert, Path::new("server.crt"));
+        assert_eq!(tls.key, Path::new("server.key"));
+        assert_eq!(tls.client_ca.as_deref(), Some(Path::new("clients-ca.crt")));
     }
 
     #[test]

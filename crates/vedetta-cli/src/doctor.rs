@@ -14,7 +14,7 @@ use crate::config::{Config, Place};
 use crate::exit::No;
 use crate::output::{self, Format};
 
-/// Check the data folder, the database, the disk and the port, and say what to do
+/// Check the data folder, the database, the disk and the ports, and say what to do
 ///
 /// Takes the same flags as `vedetta up`, and checks what that would use. Changes nothing (to try fsync it makes
 /// a file and removes it), and can be run beside a server. Ends with exit code 1 if something is broken;
@@ -77,7 +77,7 @@ const PROGRAMS: [(&str, &str); 7] = [
 impl Doctor {
     pub(crate) fn run(self, out: &mut impl Write) -> anyhow::Result<()> {
         let config = Config::load(self.place.config.as_deref())?;
-        let address = self.place.address(&config)?;
+        let addresses = self.place.addresses(&config)?;
         let data = &self.place.data;
         let holder = DataFolder::holder(data).ok().flatten();
         let mut checks = vec![
@@ -87,7 +87,8 @@ impl Doctor {
             database(data),
             space(data),
             fsync(data),
-            port(address, holder.as_deref()),
+            http_port(addresses.http, holder.as_deref()),
+            etcd_port(addresses.etcd, holder.as_deref()),
         ];
         checks.extend(PROGRAMS.map(|(program, package)| optional(program, package)));
         match self.output {
@@ -226,8 +227,8 @@ fn fsync(data: &Path) -> Check {
     }
 }
 
-fn port(address: SocketAddr, holder: Option<&str>) -> Check {
-    let name = "port";
+fn http_port(address: SocketAddr, holder: Option<&str>) -> Check {
+    let name = "http port";
     let Err(error) = TcpListener::bind(address) else {
         return Check::ok(name, format!("{address} is free"));
     };
@@ -241,6 +242,19 @@ fn port(address: SocketAddr, holder: Option<&str>) -> Check {
             format!("{address} is held by a Vedetta on another folder: {advice}"),
         ),
         (false, _) => Check::broken(name, format!("{address}: {error}; {advice}")),
+    }
+}
+
+fn etcd_port(address: SocketAddr, holder: Option<&str>) -> Check {
+    let name = "etcd port";
+    match (TcpListener::bind(address), holder) {
+        (Ok(_), _) => Check::ok(name, format!("{address} is free")),
+        (Err(_), Some(pid)) => {
+            Check::ok(name, format!("{address} is in use, most likely by the process {pid}"))
+        }
+        (Err(error), None) => {
+            Check::broken(name, format!("{address}: {error}; choose another with --etcd"))
+        }
     }
 }
 

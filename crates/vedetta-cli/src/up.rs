@@ -7,17 +7,19 @@ use anyhow::Context as _;
 use clap::{Args, ValueEnum};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tracing_subscriber::EnvFilter;
-use vedetta::dashboard::{Api, serve};
+use vedetta::dashboard::{self, Api};
 use vedetta::db::{self, DataFolder, Db, FolderError};
+use vedetta::etcd::{self, Endpoint};
 use vedetta::kv::{self, Store};
 
-use crate::config::{Config, ConfigError, Place};
+use crate::config::{Addresses, Config, ConfigError, Place};
 
-/// Run the store with its HTTP API and page, until Ctrl-C or SIGTERM
+/// Run the store with its HTTP API, page and etcd endpoint, until Ctrl-C or SIGTERM
 ///
-/// Prints where the page is, and `ready` when it serves. Logs go to stderr; `VEDETTA_LOG` says how much, for
+/// Prints where the page and the etcd endpoint are, and `ready` when both serve. Logs go to stderr; `VEDETTA_LOG` says how much, for
 /// example `debug`.
 #[derive(Debug, Args)]
 pub(crate) struct Up {
@@ -38,7 +40,7 @@ impl Up {
     pub(crate) fn run(self) -> anyhow::Result<()> {
         start_logs(self.log_format);
         let config = Config::load(self.place.config.as_deref())?;
-        let address = self.place.address(&config)?;
+        let addresses = self.place.addresses(&config)?;
         if self.place.data.exists() && !self.place.data.is_dir() {
             return Err(ConfigError::Folder(self.place.data).into());
         }
@@ -46,33 +48,36 @@ impl Up {
             .enable_all()
             .build()
             .context("cannot start")?;
-        runtime.block_on(run(&config, &self.place.data, address))
+        runtime.block_on(run(&config, &self.place.data, addresses))
     }
 }
 
-async fn run(config: &Config, data: &Path, address: SocketAddr) -> anyhow::Result<()> {
+async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Result<()> {
     let mut signals = Signals::listen().context("cannot listen for signals")?;
-    // First the port, which leaves nothing behind when it is taken.
-    let listener = match TcpListener::bind(address).await {
-        Ok(listener) => listener,
-        Err(error) => {
-            // Most likely it is held by the same Vedetta that has the folder: say so.
-            if let Ok(Some(pid)) = DataFolder::holder(data) {
-                return Err(FolderError::Held { path: data.to_owned(), pid }.into());
-            }
-            let advice = "stop what uses it or choose another with --http";
-            return Err(error).context(format!("cannot listen on {address} ({advice})"));
-        }
-    };
-    let address = listener.local_addr().context("cannot tell the address")?;
+    let tls = config.etcd.tls()?.map(|files| files.load()).transpose()?;
+    let scheme = if tls.is_some() { "https" } else { "http" };
+    // First the ports, which leave nothing behind when one is taken.
+    let (http_listener, http) = listen(addresses.http, "--http", data).await?;
+    let (etcd_listener, etcd) = listen(addresses.etcd, "--etcd", data).await?;
     let folder = DataFolder::open(data)?;
     let db = Db::open(&db::Options::new(folder.database()), &[kv::SCHEMA])?;
     let store = Store::open(db, config.store.options()).await?;
 
     let stop = CancellationToken::new();
-    let mut serving = tokio::spawn(serve(listener, Api::new(store.clone()), stop.clone()));
-    tracing::info!(%address, data = %data.display(), revision = %store.status().revision, "serving");
-    say(&format!("page   http://{address}/\ndata   {}\nready\n", data.display()));
+    let endpoint = Endpoint::new(store.clone());
+    let endpoint = match tls {
+        Some(tls) => endpoint.tls(tls),
+        None => endpoint,
+    };
+    let mut serving = JoinSet::new();
+    serving.spawn(dashboard::serve(http_listener, Api::new(store.clone()), stop.clone()));
+    serving.spawn(etcd::serve(etcd_listener, endpoint, stop.clone()));
+    let revision = store.status().revision;
+    tracing::info!(%http, %etcd, data = %data.display(), %revision, "serving");
+    say(&format!(
+        "page   http://{http}/\netcd   {scheme}://{etcd}\ndata   {}\nready\n",
+        data.display()
+    ));
 
     signals.next().await;
     tracing::info!(grace = ?config.shutdown.grace, "stopping; a second signal ends it at once");
@@ -88,11 +93,28 @@ async fn run(config: &Config, data: &Path, address: SocketAddr) -> anyhow::Resul
     Ok(())
 }
 
-async fn drain(serving: &mut tokio::task::JoinHandle<()>, grace: Duration) {
-    if tokio::time::timeout(grace, &mut *serving).await.is_err() {
+async fn listen(
+    address: SocketAddr,
+    flag: &str,
+    data: &Path,
+) -> anyhow::Result<(TcpListener, SocketAddr)> {
+    let bound = TcpListener::bind(address).await;
+    let bound = bound.and_then(|listener| listener.local_addr().map(|at| (listener, at)));
+    bound.or_else(|error| {
+        // Most likely it is held by the same Vedetta that has the folder: say so.
+        if let Ok(Some(pid)) = DataFolder::holder(data) {
+            return Err(FolderError::Held { path: data.to_owned(), pid }.into());
+        }
+        let advice = format!("stop what uses it or choose another with {flag}");
+        Err(error).context(format!("cannot listen on {address} ({advice})"))
+    })
+}
+
+async fn drain(serving: &mut JoinSet<()>, grace: Duration) {
+    let all = async { while serving.join_next().await.is_some() {} };
+    if tokio::time::timeout(grace, all).await.is_err() {
         tracing::warn!("the grace time is over: leaving the requests that still run");
-        serving.abort();
-        let _ = serving.await;
+        serving.shutdown().await;
     }
 }
 

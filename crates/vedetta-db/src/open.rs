@@ -21,7 +21,7 @@ use crate::readers::{ReadError, Readers};
 use crate::space::Space;
 use crate::wal::{PATIENCE, WalKeeper, start_over};
 use crate::writer::{
-    Answers, CommitError, Message, Mirror, Purpose, Stop, Task, Tx, WriteError, Writer,
+    CommitError, File, Message, Mirror, Purpose, Stop, Task, Tx, WriteError, Writer,
 };
 
 /// "VEDT": tells our files from other SQLite files.
@@ -205,30 +205,16 @@ impl Db {
 
         let (queue, inbox) = mpsc::channel(options.queue);
         let size = Arc::new(AtomicU64::new(0));
-        let writer = Writer {
-            inbox,
-            batch_limit: options.batch,
-            space: Space::new(
-                parent(&options.file).join("ballast"),
-                options.ballast,
-                options.torture.look_again,
-            ),
-            answers: Answers::start().map_err(unreadable)?,
-            wal: WalKeeper::start(checkpoints, options.torture.checkpoint_step)
-                .map_err(unreadable)?,
-            size: Arc::clone(&size),
-            mirrors: Vec::new(),
-            halted: false,
-            since_measured: 0,
-            answer_early: options.torture.answer_early,
-        };
+        let ballast = parent(&options.file).join("ballast");
+        let space = Space::new(ballast, options.ballast, options.torture.look_again);
+        let wal =
+            WalKeeper::start(checkpoints, options.torture.checkpoint_step).map_err(unreadable)?;
+        wal.observe(&mut connection).map_err(sql)?;
+        let file = File::new(connection, space, wal);
+        let writer = Writer::new(inbox, file, Arc::clone(&size), options);
         let thread = std::thread::Builder::new()
             .name("vedetta-writer".into())
-            .spawn(move || {
-                if let Err(error) = writer.run(&mut connection) {
-                    tracing::error!(%error, "the database writer could not start");
-                }
-            })
+            .spawn(move || writer.run())
             .map_err(unreadable)?;
 
         Ok(Self {

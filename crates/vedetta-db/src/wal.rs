@@ -89,8 +89,8 @@ impl WalKeeper {
     }
 
     /// Whether the fsync of a checkpoint failed: nothing may be written any more.
-    pub(crate) fn broken(&self) -> bool {
-        self.broken.load(Ordering::Acquire)
+    pub(crate) fn broken(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.broken)
     }
 
     /// The last checkpoint, when nothing writes any more. It leaves an empty log: SQLite takes a damaged

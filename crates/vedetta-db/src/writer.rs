@@ -1,20 +1,33 @@
-//! The one thread that writes.
+//! The two threads that write, in turns.
 //!
-//! It owns the only writing connection. Everything else holds a sender to its bounded queue: when the
-//! queue is full, callers wait. A batch is what had gathered while the batch before it was committed,
-//! so batches grow with the load and a lone caller never waits for company.
+//! Everything else holds a sender to their bounded queue: when the queue is full, callers wait. A batch is
+//! what had gathered while the batch before it was committed, so batches grow with the load and a lone
+//! caller never waits for company.
+//!
+//! ```text
+//!  one    run n ┐ commit n ───────┐ publish n, answer ┐ run n+2 ···┐ commit n+2 …
+//!  other        └ run n+1 ········┴ commit n+1 ──────┴─────────────┘ publish n+1, answer
+//! ```
+//!
+//! A thread takes the desk (the queue) and runs the closures of a batch; then it takes the file (the only
+//! writing connection), leaves the desk to the other one, commits, lets go of it, publishes, and answers. So the closures
+//! of a batch run while the batch before it is on its way to the disk, and see what that one prepared. A closure
+//! that wants SQL waits for the file. When a commit fails, the batch after it rests on what is lost, so it is
+//! lost, too.
 
-use std::cell::{Cell, RefCell};
+use std::cell::{Cell, OnceCell, RefCell};
+use std::collections::VecDeque;
 use std::ops::Deref;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::mpsc::{SyncSender, sync_channel};
-use std::thread::JoinHandle;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use rusqlite::{Connection, ErrorCode, Statement};
+use parking_lot::{Mutex, MutexGuard, RwLock};
+use rusqlite::{Connection, ErrorCode};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::failpoint;
+use crate::open::Options;
 use crate::space::Space;
 use crate::wal::{WalKeeper, is_failed_fsync};
 
@@ -81,11 +94,16 @@ pub enum CommitError {
 /// What a closure writes to: the connection, inside a savepoint of the closure's own.
 ///
 /// The savepoint is opened by the first use, so a closure that only prepares changes in a [`Mirror`]
-/// costs no SQL at all.
+/// costs no SQL at all and does not wait for a commit under way.
 pub struct Tx<'c> {
-    connection: &'c Connection,
+    turn: &'c dyn Connect,
     standing: Cell<Savepoint>,
     failed: RefCell<Option<rusqlite::Error>>,
+}
+
+/// Where a closure gets the connection from.
+trait Connect {
+    fn connection(&self) -> &Connection;
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -97,34 +115,39 @@ enum Savepoint {
 impl Deref for Tx<'_> {
     type Target = Connection;
 
+    /// The first use may wait for a commit, and so for [`Mirror::publish`]: whoever takes a lock that a
+    /// mirror takes, too, must do so afterwards.
     fn deref(&self) -> &Connection {
+        let connection = self.turn.connection();
         if self.standing.get() == Savepoint::None {
             self.standing.set(Savepoint::Open);
-            let open = self.connection.prepare_cached("SAVEPOINT unit");
-            if let Err(error) = open.and_then(|mut open| open.execute([])) {
+            if let Err(error) = begin(connection).and_then(|()| run(connection, "SAVEPOINT unit")) {
                 // Whatever the closure does now is undone with the whole batch.
                 self.failed.borrow_mut().get_or_insert(error);
             }
         }
-        self.connection
+        connection
     }
 }
 
+/// What is to be written for a batch, before its commit.
+pub type Rows = Box<dyn FnOnce(&Connection) -> rusqlite::Result<()> + Send>;
+
 /// State in memory that must move in step with the file.
 ///
-/// Closures prepare changes; they become visible only in `publish`, when they are on the disk. All
-/// methods are called on the writer thread.
-pub trait Mirror: Send {
-    /// All closures of the batch have run: write to the file what they prepared.
-    fn store(&mut self, connection: &Connection) -> rusqlite::Result<()>;
+/// Closures prepare changes; they become visible only in `publish`, when they are on the disk. Closures of
+/// one batch may run while the batch before it is committed and published.
+pub trait Mirror: Send + Sync {
     /// The closure that just ran stands: its changes are part of the batch.
-    fn keep(&mut self);
+    fn keep(&self);
     /// The closure that just ran was undone: drop its changes.
-    fn undo(&mut self);
-    /// The batch is durable: show it.
-    fn publish(&mut self);
-    /// The batch is lost: drop all of it.
-    fn discard(&mut self);
+    fn undo(&self);
+    /// All closures of the batch have run, and its commit begins: says what to write to the file for it.
+    fn seal(&self) -> Rows;
+    /// The oldest sealed batch is durable: show it.
+    fn publish(&self);
+    /// All that was not published is lost: drop it.
+    fn discard(&self);
 }
 
 /// One caller's write, with the caller's types hidden.
@@ -202,257 +225,217 @@ where
     }
 }
 
-/// Everything the writer thread owns beside the connection.
+/// What the two threads share.
 pub(crate) struct Writer {
-    pub(crate) inbox: mpsc::Receiver<Message>,
-    pub(crate) batch_limit: usize,
-    pub(crate) space: Space,
-    pub(crate) wal: WalKeeper,
-    pub(crate) answers: Answers,
-    pub(crate) size: Arc<std::sync::atomic::AtomicU64>,
-    pub(crate) mirrors: Vec<Box<dyn Mirror>>,
-    pub(crate) halted: bool,
-    /// Commits since the size was last looked at.
-    pub(crate) since_measured: u32,
+    desk: Mutex<Desk>,
+    file: Mutex<File>,
+    /// Who has it publishes. Taken before the file is let go, so that batches are published in order.
+    publishing: Mutex<()>,
+    mirrors: RwLock<Vec<Box<dyn Mirror>>>,
+    /// How often what was not published was lost.
+    losses: AtomicU64,
+    /// The next batch must look at the file before it runs: the disk was full, or has failed.
+    trouble: AtomicBool,
+    /// The fsync of a checkpoint failed.
+    broken: Arc<AtomicBool>,
+    /// Nothing is queued.
+    idle: AtomicBool,
+    size: Arc<AtomicU64>,
+    batch_limit: usize,
     /// A planted bug, for the torture suite: answer before the commit.
-    pub(crate) answer_early: bool,
+    answer_early: bool,
 }
 
-/// Tells callers that their writes are stored. For many at once a thread of its own does it: waking them
-/// costs about as much as writing for them, and the next batch need not wait for that.
-pub(crate) struct Answers {
-    aside: SyncSender<Vec<Box<dyn Unit>>>,
-    thread: JoinHandle<()>,
+/// Who has it runs closures.
+struct Desk {
+    inbox: mpsc::Receiver<Message>,
+    /// Received, not looked at yet.
+    waiting: VecDeque<Message>,
+    received: Vec<Message>,
 }
 
-impl Answers {
-    /// Batches from this size on are answered aside; for smaller ones the detour would cost more.
-    const MANY: usize = 32;
+/// Who has it commits.
+pub(crate) struct File {
+    connection: Connection,
+    space: Space,
+    wal: WalKeeper,
+    halted: bool,
+    /// Why what was not published was last lost.
+    lost: Option<CommitError>,
+    /// Commits since the size was last looked at.
+    since_measured: u32,
+}
 
-    pub(crate) fn start() -> std::io::Result<Self> {
-        let (aside, inbox) = sync_channel::<Vec<Box<dyn Unit>>>(4);
-        let answer = move || inbox.iter().flatten().for_each(|unit| unit.answer(Ok(())));
-        let thread = std::thread::Builder::new().name("vedetta-answers".into()).spawn(answer)?;
-        Ok(Self { aside, thread })
+/// A batch's turn with the file: taken by the first closure that wants it, at the latest for the commit.
+struct Turn<'w> {
+    file: &'w Mutex<File>,
+    taken: OnceCell<MutexGuard<'w, File>>,
+}
+
+impl<'w> Turn<'w> {
+    fn get(&self) -> &File {
+        self.taken.get_or_init(|| self.file.lock())
     }
 
-    /// Waits for the thread when it is four batches behind.
-    fn give(&self, batch: Vec<Box<dyn Unit>>) {
-        if batch.len() < Self::MANY {
-            batch.into_iter().for_each(|unit| unit.answer(Ok(())));
-        } else {
-            // It is there as long as we are.
-            let _ = self.aside.send(batch);
-        }
+    fn get_mut(&mut self) -> &mut File {
+        self.get();
+        self.taken.get_mut().expect("it is taken")
     }
 
-    fn finish(self) {
-        drop(self.aside);
-        let _ = self.thread.join();
+    fn is_free(&self) -> bool {
+        self.taken.get().is_some()
+            || self.file.try_lock().is_some_and(|file| self.taken.set(file).is_ok())
     }
-}
 
-/// The statements of a batch, prepared once.
-struct Statements<'c> {
-    begin: Statement<'c>,
-    commit: Statement<'c>,
-    rollback: Statement<'c>,
-    release: Statement<'c>,
-    undo: Statement<'c>,
-    size: Statement<'c>,
-    free: Statement<'c>,
-}
-
-impl<'c> Statements<'c> {
-    fn prepare(connection: &'c Connection) -> rusqlite::Result<Self> {
-        Ok(Self {
-            begin: connection.prepare("BEGIN IMMEDIATE")?,
-            commit: connection.prepare("COMMIT")?,
-            rollback: connection.prepare("ROLLBACK")?,
-            release: connection.prepare("RELEASE unit")?,
-            undo: connection.prepare("ROLLBACK TO unit")?,
-            size: connection.prepare(
-                "SELECT (p.page_count - f.freelist_count) * s.page_size
-                 FROM pragma_page_count p, pragma_freelist_count f, pragma_page_size s",
-            )?,
-            free: connection.prepare(
-                "SELECT f.freelist_count * s.page_size
-                 FROM pragma_freelist_count f, pragma_page_size s",
-            )?,
-        })
+    fn keep(self) -> MutexGuard<'w, File> {
+        self.get();
+        self.taken.into_inner().expect("it is taken")
     }
 }
 
-impl Writer {
-    /// Writes until told to close; what is queued by then is still written.
-    pub(crate) fn run(mut self, connection: &mut Connection) -> rusqlite::Result<()> {
-        self.wal.observe(connection)?;
-        let connection = &*connection;
-        let mut statements = Statements::prepare(connection)?;
-        self.measure(&mut statements);
-        let mut messages = Vec::with_capacity(self.batch_limit);
-        let mut batch = Vec::with_capacity(self.batch_limit);
-        while self.inbox.blocking_recv_many(&mut messages, self.batch_limit) > 0 {
-            for message in messages.drain(..) {
-                match message {
-                    Message::Write(unit) => batch.push(unit),
-                    Message::Attach(mirror) => {
-                        self.write(connection, &mut statements, std::mem::take(&mut batch));
-                        self.mirrors.push(mirror);
-                    }
-                    Message::Close => self.inbox.close(),
-                }
-            }
-            self.write(connection, &mut statements, std::mem::take(&mut batch));
-        }
-        self.wal.finish(connection, self.halted);
-        self.answers.finish();
-        Ok(())
+impl Connect for Turn<'_> {
+    fn connection(&self) -> &Connection {
+        &self.get().connection
+    }
+}
+
+/// Writes that share a commit.
+#[derive(Default)]
+struct Batch {
+    units: Vec<Box<dyn Unit>>,
+    /// How many of them stand.
+    kept: usize,
+    /// What broke the transaction they share.
+    broke: Option<rusqlite::Error>,
+}
+
+impl Batch {
+    fn answer(self, commit: &Result<(), CommitError>) {
+        self.units.into_iter().for_each(|unit| unit.answer(commit.clone()));
     }
 
-    /// One batch: run, commit, publish, answer.
-    fn write(
-        &mut self,
-        connection: &Connection,
-        statements: &mut Statements<'_>,
-        batch: Vec<Box<dyn Unit>>,
-    ) {
-        let batch = self.admit(connection, statements, batch);
-        if batch.is_empty() {
-            return;
+    /// To free room, if some of it does.
+    fn purpose(&self) -> Purpose {
+        let reclaims = self.units.iter().any(|unit| unit.purpose() == Purpose::Reclaim);
+        if reclaims { Purpose::Reclaim } else { Purpose::Store }
+    }
+}
+
+/// Which writes may run now.
+#[derive(Clone, Copy)]
+enum Admitted {
+    All,
+    /// The disk is full.
+    Reclaiming,
+    /// An fsync has failed.
+    Nothing,
+}
+
+/// What became of one unit inside the batch.
+enum UnitRan {
+    /// Part of the batch.
+    Kept,
+    /// It refused, and is undone; its caller hears when the batch ends, after those before it.
+    Undone,
+    /// SQLite could not do what it wanted; it is undone.
+    Broke(rusqlite::Error),
+    /// It panicked, and is undone.
+    Panicked,
+}
+
+impl Desk {
+    /// Waits until there is something to do; `false` when there never will be.
+    fn receive(&mut self, limit: usize, idle: &AtomicBool) -> bool {
+        if self.waiting.is_empty() {
+            idle.store(self.inbox.is_empty(), Ordering::Relaxed);
+            self.inbox.blocking_recv_many(&mut self.received, limit);
+            idle.store(false, Ordering::Relaxed);
+            self.waiting.extend(self.received.drain(..));
         }
-        let (kept, batch) = match self.store(connection, statements, batch) {
-            Ok(done) => done,
-            Err((error, batch)) => {
-                if !connection.is_autocommit() {
-                    let _ = statements.rollback.execute([]);
-                }
-                self.mirrors.iter_mut().for_each(|m| m.discard());
-                let reclaiming = batch.iter().all(|unit| unit.purpose() == Purpose::Reclaim);
-                let error = self.classify(error, reclaiming);
-                batch.into_iter().for_each(|unit| unit.answer(Err(error.clone())));
-                return;
-            }
-        };
-        failpoint("db.committed");
-        if kept > 0 {
-            self.mirrors.iter_mut().for_each(|m| m.publish());
-        }
-        failpoint("db.published");
-        // Who freed room is told when it counts as free; others need not wait for the measuring.
-        let reclaims = batch.iter().any(|unit| unit.purpose() == Purpose::Reclaim);
-        if reclaims {
-            self.measure(statements);
-        }
-        self.answers.give(batch);
-        self.wal.committed(connection);
-        self.since_measured += 1;
-        if !reclaims && (self.since_measured >= MEASURE_EVERY || self.inbox.is_empty()) {
-            self.measure(statements);
-        }
+        !self.waiting.is_empty()
     }
 
-    /// Turns away what may not run now.
-    fn admit(
-        &mut self,
-        connection: &Connection,
-        statements: &mut Statements<'_>,
-        mut batch: Vec<Box<dyn Unit>>,
-    ) -> Vec<Box<dyn Unit>> {
-        let refuse = |batch: Vec<Box<dyn Unit>>, why: &CommitError| {
-            batch.into_iter().for_each(|unit| unit.answer(Err(why.clone())));
-        };
-        if self.halted || self.wal.broken() {
-            refuse(batch, &CommitError::Halted);
-            return Vec::new();
+    /// Takes in what else has come.
+    fn receive_more(&mut self, limit: usize) {
+        while self.waiting.len() < limit
+            && let Ok(message) = self.inbox.try_recv()
+        {
+            self.waiting.push_back(message);
         }
-        let wal = &self.wal;
-        let shrink = || {
-            wal.shrink(connection);
-            statements.free.query_row([], |row| row.get::<_, i64>(0)).map_or(0, i64::unsigned_abs)
-        };
-        if !batch.is_empty() && !self.space.may_store(shrink) {
-            let (storing, reclaiming): (Vec<_>, Vec<_>) =
-                batch.into_iter().partition(|unit| unit.purpose() == Purpose::Store);
-            refuse(storing, &CommitError::Full);
-            batch = reclaiming;
-            if !batch.is_empty() {
-                self.space.make_room();
-            }
-        }
-        batch
+    }
+}
+
+impl File {
+    pub(crate) fn new(connection: Connection, space: Space, wal: WalKeeper) -> Self {
+        Self { connection, space, wal, halted: false, lost: None, since_measured: 0 }
     }
 
-    /// Runs the units and commits. On error the units come back, to be told.
-    #[expect(clippy::type_complexity, reason = "the units travel with the error")]
-    fn store(
-        &mut self,
-        connection: &Connection,
-        statements: &mut Statements<'_>,
-        batch: Vec<Box<dyn Unit>>,
-    ) -> Result<(usize, Vec<Box<dyn Unit>>), (rusqlite::Error, Vec<Box<dyn Unit>>)> {
-        let mut done: Vec<Box<dyn Unit>> = Vec::with_capacity(batch.len());
-        let mut kept = 0;
-        let mut waiting = batch.into_iter();
-        if let Err(error) = statements.begin.execute([]) {
-            return Err((error, waiting.collect()));
-        }
-        while let Some(mut unit) = waiting.next() {
-            match self.run_unit(connection, statements, &mut *unit) {
-                Ok(UnitRan::Kept) => {
-                    kept += 1;
-                    done.push(unit);
-                }
-                Ok(UnitRan::Undone) => done.push(unit),
-                Ok(UnitRan::Failed(why)) => unit.answer(Err(why)),
-                Err(error) => {
-                    done.push(unit);
-                    done.extend(waiting);
-                    return Err((error, done));
-                }
-            }
-        }
-        if kept > 0 {
-            for mirror in &mut self.mirrors {
-                if let Err(error) = mirror.store(connection) {
-                    return Err((error, done));
-                }
-            }
-        }
+    /// Writes the rows of a batch and makes it durable.
+    fn commit(&self, rows: Vec<Rows>) -> rusqlite::Result<()> {
+        begin(&self.connection)?;
+        rows.into_iter().try_for_each(|rows| rows(&self.connection))?;
         failpoint("db.before_commit");
-        if self.answer_early {
-            done.drain(..).for_each(|unit| unit.answer(Ok(())));
-        }
-        match statements.commit.execute([]) {
-            Ok(_) => Ok((kept, done)),
-            Err(error) => Err((error, done)),
-        }
+        run(&self.connection, "COMMIT")
     }
 
-    /// One unit in its savepoint. An error means that the whole transaction is gone.
-    fn run_unit(
-        &mut self,
-        connection: &Connection,
-        statements: &mut Statements<'_>,
-        unit: &mut dyn Unit,
-    ) -> rusqlite::Result<UnitRan> {
-        let tx =
-            Tx { connection, standing: Cell::new(Savepoint::None), failed: RefCell::new(None) };
-        let ran = catch_unwind(AssertUnwindSafe(|| unit.run(&tx)));
-        failpoint("db.unit");
-        let Tx { standing, failed, .. } = tx;
-        if let Some(error) = failed.into_inner() {
-            return Err(error);
+    /// Bytes in use.
+    fn measure(&mut self) -> rusqlite::Result<u64> {
+        self.since_measured = 0;
+        let sql = "SELECT (p.page_count - f.freelist_count) * s.page_size
+                   FROM pragma_page_count p, pragma_freelist_count f, pragma_page_size s";
+        let mut size = self.connection.prepare_cached(sql)?;
+        size.query_row([], |row| row.get::<_, i64>(0)).map(i64::unsigned_abs)
+    }
+
+    /// Gives the log's room back, and tells how many bytes are free inside the file.
+    fn shrink(wal: &WalKeeper, connection: &Connection) -> u64 {
+        wal.shrink(connection);
+        let sql = "SELECT f.freelist_count * s.page_size
+                   FROM pragma_freelist_count f, pragma_page_size s";
+        let free = connection.query_row(sql, [], |row| row.get::<_, i64>(0));
+        free.map_or(0, i64::unsigned_abs)
+    }
+}
+
+fn run(connection: &Connection, sql: &str) -> rusqlite::Result<()> {
+    connection.prepare_cached(sql)?.execute([]).map(|_| ())
+}
+
+/// Begins the batch's transaction, if it has not begun.
+fn begin(connection: &Connection) -> rusqlite::Result<()> {
+    if connection.is_autocommit() { run(connection, "BEGIN IMMEDIATE") } else { Ok(()) }
+}
+
+fn roll_back(connection: &Connection) {
+    if !connection.is_autocommit() {
+        let _ = run(connection, "ROLLBACK");
+    }
+}
+
+/// One unit in its savepoint. An error means that the whole transaction is gone.
+fn run_unit(
+    turn: &Turn<'_>,
+    mirrors: &[Box<dyn Mirror>],
+    unit: &mut dyn Unit,
+) -> rusqlite::Result<UnitRan> {
+    let tx = Tx { turn, standing: Cell::new(Savepoint::None), failed: RefCell::new(None) };
+    let ran = catch_unwind(AssertUnwindSafe(|| unit.run(&tx)));
+    failpoint("db.unit");
+    let Tx { standing, failed, .. } = tx;
+    if let Some(error) = failed.into_inner() {
+        return Err(error);
+    }
+    let opened = standing.get() == Savepoint::Open;
+    if let Ok(Ran::Stored) = ran {
+        if opened {
+            run(&turn.get().connection, "RELEASE unit")?;
         }
-        let opened = standing.get() == Savepoint::Open;
-        if let Ok(Ran::Stored) = ran {
-            if opened {
-                statements.release.execute([])?;
-            }
-            self.mirrors.iter_mut().for_each(|m| m.keep());
-            return Ok(UnitRan::Kept);
-        }
-        self.mirrors.iter_mut().for_each(|m| m.undo());
+        mirrors.iter().for_each(|mirror| mirror.keep());
+        return Ok(UnitRan::Kept);
+    }
+    mirrors.iter().for_each(|mirror| mirror.undo());
+    if opened {
+        let connection = &turn.get().connection;
         if connection.is_autocommit() {
             // SQLite gave up the whole transaction, as it may when the disk fails.
             return Err(match ran {
@@ -463,43 +446,251 @@ impl Writer {
                 ),
             });
         }
-        if opened {
-            statements.undo.execute([])?;
-            statements.release.execute([])?;
-        }
-        Ok(match ran {
-            Ok(Ran::Broke(error)) => {
-                UnitRan::Failed(self.classify(error, unit.purpose() == Purpose::Reclaim))
-            }
-            Ok(_) => UnitRan::Undone,
-            Err(_) => UnitRan::Failed(CommitError::Panicked),
-        })
+        run(connection, "ROLLBACK TO unit")?;
+        run(connection, "RELEASE unit")?;
     }
+    Ok(match ran {
+        Ok(Ran::Broke(error)) => UnitRan::Broke(error),
+        Ok(_) => UnitRan::Undone,
+        Err(_) => UnitRan::Panicked,
+    })
+}
 
-    fn classify(&mut self, error: rusqlite::Error, reclaiming: bool) -> CommitError {
-        if error.sqlite_error_code() == Some(ErrorCode::DiskFull) {
-            self.space.ran_out(reclaiming);
-            return CommitError::Full;
-        }
-        self.halted = self.halted || is_failed_fsync(&error);
-        tracing::error!(%error, halted = self.halted, "a write to the database failed");
-        CommitError::Failed(Arc::new(error))
-    }
+/// A thread that dies may leave anything half done: then nothing is written any more.
+struct HaltOnPanic<'w>(&'w Writer);
 
-    fn measure(&mut self, statements: &mut Statements<'_>) {
-        self.since_measured = 0;
-        if let Ok(size) = statements.size.query_row([], |row| row.get::<_, i64>(0)) {
-            self.size.store(size.unsigned_abs(), std::sync::atomic::Ordering::Relaxed);
+impl Drop for HaltOnPanic<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.file.lock().halted = true;
+            self.0.trouble.store(true, Ordering::Release);
         }
     }
 }
 
-/// What became of one unit inside the batch.
-enum UnitRan {
-    /// Part of the batch.
-    Kept,
-    /// It refused, and is undone; its caller hears when the batch ends, after those before it.
-    Undone,
-    /// It could not run, and is undone.
-    Failed(CommitError),
+impl Writer {
+    pub(crate) fn new(
+        inbox: mpsc::Receiver<Message>,
+        file: File,
+        size: Arc<AtomicU64>,
+        options: &Options,
+    ) -> Self {
+        let broken = file.wal.broken();
+        let writer = Self {
+            desk: Mutex::new(Desk { inbox, waiting: VecDeque::new(), received: Vec::new() }),
+            file: Mutex::new(file),
+            publishing: Mutex::new(()),
+            mirrors: RwLock::default(),
+            losses: AtomicU64::new(0),
+            // At the start the disk may be full.
+            trouble: AtomicBool::new(true),
+            broken,
+            idle: AtomicBool::new(true),
+            size,
+            batch_limit: options.batch,
+            answer_early: options.torture.answer_early,
+        };
+        writer.measure(&mut writer.file.lock());
+        writer
+    }
+
+    /// Writes until told to close; what is queued by then is still written.
+    pub(crate) fn run(self) {
+        std::thread::scope(|scope| {
+            let other = std::thread::Builder::new().name("vedetta-writer".into());
+            if let Err(error) = other.spawn_scoped(scope, || self.take_turns()) {
+                tracing::warn!(%error, "no room for a second writer thread: writing with one");
+            }
+            self.take_turns();
+        });
+        let File { connection, wal, halted, .. } = self.file.into_inner();
+        wal.finish(&connection, halted);
+    }
+
+    fn take_turns(&self) {
+        let _guard = HaltOnPanic(self);
+        loop {
+            let mut desk = self.desk.lock();
+            if !desk.receive(self.batch_limit, &self.idle) {
+                return;
+            }
+            if let Some(Message::Attach(_)) = desk.waiting.front() {
+                // Nothing is under way that it would see half of.
+                let (_file, _publishing) = (self.file.lock(), self.publishing.lock());
+                if let Some(Message::Attach(mirror)) = desk.waiting.pop_front() {
+                    self.mirrors.write().push(mirror);
+                }
+            } else {
+                self.write(desk);
+            }
+        }
+    }
+
+    /// One batch: run, commit, publish, answer.
+    fn write(&self, mut desk: MutexGuard<'_, Desk>) {
+        let mirrors = self.mirrors.read();
+        let mirrors = &**mirrors;
+        let mut batch = Batch::default();
+        // What is lost from here on takes this batch along.
+        let losses = self.losses.load(Ordering::Acquire);
+        let mut turn = Turn { file: &self.file, taken: OnceCell::new() };
+        let admitted = self.admit(&mut turn, &desk);
+        self.run_units(&mut desk, &mut turn, mirrors, admitted, &mut batch);
+        if !turn.is_free() {
+            turn.get();
+            desk.receive_more(self.batch_limit - batch.units.len());
+            self.run_units(&mut desk, &mut turn, mirrors, admitted, &mut batch);
+        }
+        let mut file = turn.keep();
+        if batch.units.is_empty() {
+            return;
+        }
+        if let Some(error) = batch.broke.take() {
+            let lost = self.classify(&mut file, error, batch.purpose());
+            return self.lose(file, mirrors, batch, lost);
+        }
+        if losses != self.losses.load(Ordering::Acquire)
+            && let Some(lost) = file.lost.clone()
+        {
+            if matches!(lost, CommitError::Full) && batch.purpose() == Purpose::Reclaim {
+                file.space.ran_out(true);
+            }
+            return self.lose(file, mirrors, batch, lost);
+        }
+        if batch.kept == 0 {
+            roll_back(&file.connection);
+            // What was refused may rest on the batch before: its caller must be able to see that.
+            let publishing = self.publishing.lock();
+            drop((publishing, file));
+            return batch.answer(&Ok(()));
+        }
+        let rows = mirrors.iter().map(|mirror| mirror.seal()).collect();
+        drop(desk);
+        if self.answer_early {
+            std::mem::take(&mut batch).answer(&Ok(()));
+        }
+        if let Err(error) = file.commit(rows) {
+            let lost = self.classify(&mut file, error, batch.purpose());
+            return self.lose(file, mirrors, batch, lost);
+        }
+        failpoint("db.committed");
+        // Who freed room is told when it counts as free; others need not wait for the measuring.
+        if batch.purpose() == Purpose::Reclaim {
+            self.measure(&mut file);
+        }
+        let File { wal, connection, since_measured, .. } = &mut *file;
+        wal.committed(connection);
+        *since_measured += 1;
+        let publishing = self.publishing.lock();
+        drop(file);
+        mirrors.iter().for_each(|mirror| mirror.publish());
+        drop(publishing);
+        failpoint("db.published");
+        batch.answer(&Ok(()));
+        if let Some(mut file) = self.file.try_lock()
+            && file.since_measured > 0
+            && (file.since_measured >= MEASURE_EVERY || self.idle.load(Ordering::Relaxed))
+        {
+            self.measure(&mut file);
+        }
+    }
+
+    /// What may run now.
+    fn admit(&self, turn: &mut Turn<'_>, desk: &Desk) -> Admitted {
+        if !self.trouble.load(Ordering::Acquire) && !self.broken.load(Ordering::Acquire) {
+            return Admitted::All;
+        }
+        let file = turn.get_mut();
+        if file.halted || self.broken.load(Ordering::Acquire) {
+            return Admitted::Nothing;
+        }
+        let File { space, wal, connection, .. } = file;
+        if space.may_store(|| File::shrink(wal, connection)) {
+            self.trouble.store(false, Ordering::Release);
+            return Admitted::All;
+        }
+        let reclaims = |message: &Message| matches!(message, Message::Write(unit) if unit.purpose() == Purpose::Reclaim);
+        if desk.waiting.iter().any(reclaims) {
+            space.make_room();
+        }
+        Admitted::Reclaiming
+    }
+
+    /// Runs what waits on the desk, up to a batch of it.
+    fn run_units(
+        &self,
+        desk: &mut Desk,
+        turn: &mut Turn<'_>,
+        mirrors: &[Box<dyn Mirror>],
+        admitted: Admitted,
+        batch: &mut Batch,
+    ) {
+        while batch.units.len() < self.batch_limit
+            && batch.broke.is_none()
+            && !matches!(desk.waiting.front(), None | Some(Message::Attach(_)))
+        {
+            let Some(Message::Write(mut unit)) = desk.waiting.pop_front() else {
+                desk.inbox.close();
+                continue;
+            };
+            match admitted {
+                Admitted::Nothing => unit.answer(Err(CommitError::Halted)),
+                Admitted::Reclaiming if unit.purpose() == Purpose::Store => {
+                    unit.answer(Err(CommitError::Full));
+                }
+                Admitted::All | Admitted::Reclaiming => {
+                    match run_unit(turn, mirrors, &mut *unit) {
+                        Ok(UnitRan::Kept) => batch.kept += 1,
+                        Ok(UnitRan::Undone) => {}
+                        Ok(UnitRan::Panicked) => {
+                            unit.answer(Err(CommitError::Panicked));
+                            continue;
+                        }
+                        Ok(UnitRan::Broke(error)) => {
+                            let why = self.classify(turn.get_mut(), error, unit.purpose());
+                            unit.answer(Err(why));
+                            continue;
+                        }
+                        Err(error) => batch.broke = Some(error),
+                    }
+                    batch.units.push(unit);
+                }
+            }
+        }
+    }
+
+    /// Nothing of what is not published stands; `batch` is told so.
+    fn lose(
+        &self,
+        mut file: MutexGuard<'_, File>,
+        mirrors: &[Box<dyn Mirror>],
+        batch: Batch,
+        why: CommitError,
+    ) {
+        roll_back(&file.connection);
+        file.lost = Some(why.clone());
+        let publishing = self.publishing.lock();
+        mirrors.iter().for_each(|mirror| mirror.discard());
+        // Not before: what ran on what is dropped now must notice.
+        self.losses.fetch_add(1, Ordering::AcqRel);
+        drop((publishing, file));
+        batch.answer(&Err(why));
+    }
+
+    fn classify(&self, file: &mut File, error: rusqlite::Error, purpose: Purpose) -> CommitError {
+        self.trouble.store(true, Ordering::Release);
+        if error.sqlite_error_code() == Some(ErrorCode::DiskFull) {
+            file.space.ran_out(purpose == Purpose::Reclaim);
+            return CommitError::Full;
+        }
+        file.halted = file.halted || is_failed_fsync(&error);
+        tracing::error!(%error, halted = file.halted, "a write to the database failed");
+        CommitError::Failed(Arc::new(error))
+    }
+
+    fn measure(&self, file: &mut File) {
+        if let Ok(size) = file.measure() {
+            self.size.store(size, Ordering::Relaxed);
+        }
+    }
 }

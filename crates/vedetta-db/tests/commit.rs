@@ -2,11 +2,10 @@
 
 mod support;
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, mpsc};
 
 use support::{Reason, aside, close, hold, insert, line_up, numbers, open, options, soon, write};
-use vedetta_db::rusqlite::Connection;
-use vedetta_db::{CommitError, Db, Mirror, Purpose, Stop, Tx, WriteError};
+use vedetta_db::{CommitError, Db, Mirror, Purpose, Rows, Stop, Tx, WriteError};
 
 /// Writes down what it hears.
 #[derive(Clone, Default)]
@@ -23,20 +22,20 @@ impl Diary {
 }
 
 impl Mirror for Diary {
-    fn store(&mut self, _: &Connection) -> vedetta_db::rusqlite::Result<()> {
-        self.note("store");
-        Ok(())
+    fn seal(&self) -> Rows {
+        self.note("seal");
+        Box::new(|_| Ok(()))
     }
-    fn keep(&mut self) {
+    fn keep(&self) {
         self.note("keep");
     }
-    fn undo(&mut self) {
+    fn undo(&self) {
         self.note("undo");
     }
-    fn publish(&mut self) {
+    fn publish(&self) {
         self.note("publish");
     }
-    fn discard(&mut self) {
+    fn discard(&self) {
         self.note("discard");
     }
 }
@@ -94,7 +93,7 @@ async fn a_failing_write_is_undone_alone_while_the_others_of_its_commit_stand() 
     assert_eq!(soon(third).await.unwrap(), 4);
     assert_eq!(numbers(&db).await, [1, 3, 4]);
     let held = "undo"; // the write that kept the writer busy
-    assert_eq!(diary.read(), [held, "keep", "undo", "keep", "undo", "keep", "store", "publish"]);
+    assert_eq!(diary.read(), [held, "keep", "undo", "keep", "undo", "keep", "seal", "publish"]);
     close(&db).await;
 }
 
@@ -111,7 +110,7 @@ async fn a_panicking_write_is_undone_alone_and_the_writer_goes_on() {
     assert_eq!(soon(first).await.unwrap(), 1);
     assert!(matches!(soon(panicked).await, Err(WriteError::Lost(CommitError::Panicked))));
     assert_eq!(soon(second).await.unwrap(), 3);
-    assert_eq!(diary.read(), ["undo", "keep", "undo", "keep", "store", "publish"]);
+    assert_eq!(diary.read(), ["undo", "keep", "undo", "keep", "seal", "publish"]);
     assert!(soon(panics(db.clone(), 4)).await.is_err(), "alone in its commit");
     assert_eq!(soon(write(db.clone(), 2)).await.unwrap(), 2);
     assert_eq!(numbers(&db).await, [1, 2, 3]);
@@ -134,7 +133,7 @@ async fn a_failing_commit_fails_everyone_in_it_and_stores_nothing() {
         assert!(matches!(soon(lost).await, Err(WriteError::Lost(CommitError::Failed(_)))));
     }
     assert_eq!(numbers(&db).await, [0; 0]);
-    assert_eq!(diary.read(), ["undo", "keep", "keep", "undo", "keep", "store", "discard"]);
+    assert_eq!(diary.read(), ["undo", "keep", "keep", "undo", "keep", "seal", "discard"]);
     assert_eq!(soon(write(db.clone(), 1)).await.unwrap(), 1, "the next one is not concerned");
     assert_eq!(numbers(&db).await, [1]);
     close(&db).await;
@@ -160,7 +159,7 @@ async fn nobody_is_answered_before_the_mirrors_have_published() {
     for word in diary.read() {
         match word {
             "keep" => kept += 1,
-            "store" => {}
+            "seal" => {}
             "publish" => published = kept,
             "answer" => answered += 1,
             other => panic!("{other}"),
@@ -189,8 +188,8 @@ async fn a_commit_is_shared_by_no_more_than_allowed() {
         soon(asked).await.unwrap();
     }
     let expected = [
-        "undo", "keep", "keep", "store", "publish", "keep", "keep", "store", "publish", "keep",
-        "store", "publish",
+        "undo", "keep", "keep", "seal", "publish", "keep", "keep", "seal", "publish", "keep",
+        "seal", "publish",
     ];
     assert_eq!(diary.read(), expected);
     close(&db).await;
@@ -334,5 +333,63 @@ async fn pages_that_were_freed_do_not_count_as_used() {
     assert!(full > empty + 900_000, "{empty} {full}");
     reclaim("DELETE FROM large").await.unwrap();
     assert_eq!(db.size(), empty);
+    close(&db).await;
+}
+
+/// Its commits wait to be let on, and fail when told so.
+struct Weir {
+    sealed: mpsc::Sender<()>,
+    verdicts: Arc<Mutex<mpsc::Receiver<bool>>>,
+}
+
+impl Mirror for Weir {
+    fn keep(&self) {}
+    fn undo(&self) {}
+    fn seal(&self) -> Rows {
+        let (sealed, verdicts) = (self.sealed.clone(), Arc::clone(&self.verdicts));
+        Box::new(move |_| {
+            let _ = sealed.send(());
+            match verdicts.lock().unwrap().recv() {
+                Ok(false) => Err(vedetta_db::rusqlite::Error::InvalidQuery),
+                _ => Ok(()),
+            }
+        })
+    }
+    fn publish(&self) {}
+    fn discard(&self) {}
+}
+
+#[tokio::test]
+async fn what_ran_while_the_commit_before_it_failed_is_lost_with_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let db = open(folder.path());
+    let (sealed, is_sealed) = mpsc::channel();
+    let (verdict, verdicts) = mpsc::channel();
+    let weir = Weir { sealed, verdicts: Arc::new(Mutex::new(verdicts)) };
+    let attaching = db.clone();
+    aside(move || attaching.attach(Box::new(weir))).await.unwrap();
+
+    let first = line_up(write(db.clone(), 1)).await;
+    let is_sealed = aside(move || is_sealed.recv().map(|()| is_sealed)).await.unwrap();
+    // The first is being committed. The next runs meanwhile, as it wants nothing of the file.
+    let (ran, has_run) = mpsc::channel();
+    let preparing = db.clone();
+    let prepare = move |_: &Tx<'_>| {
+        ran.send(()).unwrap();
+        Ok::<_, Stop<Reason>>(2)
+    };
+    let second = line_up(async move { preparing.write(Purpose::Store, prepare).await }).await;
+    aside(move || has_run.recv()).await.unwrap();
+    verdict.send(false).unwrap();
+    for lost in [soon(first).await, soon(second).await] {
+        assert!(matches!(lost, Err(WriteError::Lost(CommitError::Failed(_)))), "{lost:?}");
+    }
+
+    let third = line_up(write(db.clone(), 3)).await;
+    aside(move || is_sealed.recv()).await.unwrap();
+    verdict.send(true).unwrap();
+    assert_eq!(soon(third).await.unwrap(), 3);
+    assert_eq!(numbers(&db).await, [3]);
+    drop(verdict);
     close(&db).await;
 }

@@ -11,7 +11,7 @@ mod v2;
 mod v3;
 
 pub use serve::{Endpoint, Limits, serve};
-pub use tls::{TlsError, TlsFiles};
+pub use tls::{Tls, TlsError, TlsFiles};
 
 /// The release of etcd that is spoken here.
 pub(crate) const ETCD_VERSION: &str = "3.4.23";

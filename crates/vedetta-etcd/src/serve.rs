@@ -24,7 +24,7 @@ use vedetta_kv::Store;
 use vedetta_net::{Patient, accept};
 
 use crate::authority::Renamed;
-use crate::tls::{self, TlsError, TlsFiles};
+use crate::tls::{self, Tls};
 use crate::v3::Grpc;
 use crate::{guard, v2, v3};
 
@@ -108,10 +108,11 @@ impl Endpoint {
         self
     }
 
-    /// The same over TLS only. The files are read now.
-    pub fn tls(mut self, files: &TlsFiles) -> Result<Self, TlsError> {
-        self.tls = Some(tls::load(files)?);
-        Ok(self)
+    /// The same over TLS only.
+    #[must_use]
+    pub fn tls(mut self, tls: Tls) -> Self {
+        self.tls = Some(tls.0);
+        self
     }
 
     pub(crate) fn cluster_id(&self) -> u64 {

@@ -60,8 +60,18 @@ pub enum TlsError {
     },
 }
 
-/// Reads the files.
-pub(crate) fn load(files: &TlsFiles) -> Result<Arc<ServerConfig>, TlsError> {
+/// TLS, ready for [`Endpoint::tls`](crate::Endpoint::tls).
+#[derive(Debug, Clone)]
+pub struct Tls(pub(crate) Arc<ServerConfig>);
+
+impl TlsFiles {
+    /// Reads the files.
+    pub fn load(&self) -> Result<Tls, TlsError> {
+        load(self).map(Tls)
+    }
+}
+
+fn load(files: &TlsFiles) -> Result<Arc<ServerConfig>, TlsError> {
     let provider = Arc::new(ring::default_provider());
     let versions = ServerConfig::builder_with_provider(Arc::clone(&provider))
         .with_safe_default_protocol_versions()

@@ -648,7 +648,7 @@ impl Signed {
 #[tokio::test]
 async fn tls_serves_and_asks_for_a_certificate_when_told_to() {
     let signed = Signed::new();
-    let open = Server::with(|endpoint| endpoint.tls(&signed.files(false)).unwrap()).await;
+    let open = Server::with(|endpoint| endpoint.tls(signed.files(false).load().unwrap())).await;
     signed.put(&open, false).await.unwrap();
     assert!(
         KvClient::connect(open.url.clone()).await.is_err() || {
@@ -656,18 +656,17 @@ async fn tls_serves_and_asks_for_a_certificate_when_told_to() {
         }
     );
     open.stop().await;
-    let closed = Server::with(|endpoint| endpoint.tls(&signed.files(true)).unwrap()).await;
+    let closed = Server::with(|endpoint| endpoint.tls(signed.files(true).load().unwrap())).await;
     signed.put(&closed, true).await.unwrap();
     signed.put(&closed, false).await.unwrap_err();
     assert_eq!(closed.store.status().revision.0, 2, "only one got in");
     closed.stop().await;
 }
 
-#[tokio::test]
-async fn files_that_are_no_use_for_tls_are_named() {
+#[test]
+fn files_that_are_no_use_for_tls_are_named() {
     let (signed, other) = (Signed::new(), Signed::new());
-    let server = Server::start().await;
-    let load = |files: TlsFiles| Endpoint::new(server.store.clone()).tls(&files).err().unwrap();
+    let load = |files: TlsFiles| files.load().err().unwrap();
     let good = || signed.files(true);
     let missing = signed.folder.path().join("missing");
     let error = load(TlsFiles { cert: missing.clone(), ..good() });
@@ -678,7 +677,6 @@ async fn files_that_are_no_use_for_tls_are_named() {
     assert!(matches!(error, TlsError::Unreadable { .. }), "{error:?}");
     let error = load(TlsFiles { key: other.files(false).key, ..good() });
     assert!(matches!(error, TlsError::Unusable { .. }), "{error:?}");
-    server.stop().await;
 }
 
 #[tokio::test]

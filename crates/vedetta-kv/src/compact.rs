@@ -188,10 +188,11 @@ impl Sweep {
             return;
         }
         let shared = Arc::clone(&self.shared);
-        let marked = self.db.write_blocking(Purpose::Reclaim, move |connection| {
+        let marked = self.db.write_blocking(Purpose::Reclaim, move |tx| {
+            let file: &rusqlite::Connection = tx;
             let mut pending = shared.pending.lock();
             if pending.compacted < target {
-                set_meta(connection, "compacted", target.0.cast_signed())?;
+                set_meta(file, "compacted", target.0.cast_signed())?;
                 pending.compacted = target;
             }
             Ok::<_, Stop<KvError>>(())

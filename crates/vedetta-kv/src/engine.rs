@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use vedetta_core::{KeyRange, Revision};
-use vedetta_db::{Stop, Tx};
+use vedetta_db::Stop;
+use vedetta_db::rusqlite::Connection;
 
 use crate::index::{Found, Index};
 use crate::lease::Leases;
@@ -47,7 +48,8 @@ impl Draft {
 
 /// One closure's view of the store: what is published, what waits, and its own revision.
 pub(crate) struct Engine<'a> {
-    pub(crate) tx: &'a Tx<'a>,
+    /// For what is not in memory: leases, marks, the past.
+    file: Option<&'a Connection>,
     pub(crate) index: &'a Index,
     pub(crate) pending: &'a mut Pending,
     pub(crate) leases: &'a Leases,
@@ -77,17 +79,21 @@ fn refuse<T>(why: KvError) -> Evaluated<T> {
 
 impl<'a> Engine<'a> {
     pub(crate) fn new(
-        tx: &'a Tx<'a>,
+        file: Option<&'a Connection>,
         index: &'a Index,
         pending: &'a mut Pending,
         leases: &'a Leases,
     ) -> Self {
-        Self { tx, index, pending, leases, making: None }
+        Self { file, index, pending, leases, making: None }
+    }
+
+    pub(crate) fn file(&self) -> &'a Connection {
+        self.file.expect("who uses the file says so")
     }
 
     /// The revision the changes go into; there is one per transaction.
     fn making(&mut self) -> Revision {
-        let first = self.pending.events.len();
+        let first = self.pending.events();
         let pending = &mut *self.pending;
         self.making
             .get_or_insert_with(|| {
@@ -100,7 +106,7 @@ impl<'a> Engine<'a> {
     /// Ends the revision being made, if any; the next change begins another.
     pub(crate) fn seal(&mut self) -> Revision {
         if let Some(Making { revision, first }) = self.making.take() {
-            self.pending.seal(revision, first);
+            self.pending.encode(revision, first);
         }
         self.pending.revision
     }
@@ -185,7 +191,7 @@ impl<'a> Engine<'a> {
         if found.iter().all(|found| matches!(found, Found::Here(_))) {
             return Ok(range::all_here(found));
         }
-        range::fetch_all(found, self.tx).map_err(|error| match error {
+        range::fetch_all(found, self.file()).map_err(|error| match error {
             FetchError::Sql(error) => Stop::Sql(error),
             other => Stop::Refused(other.into()),
         })
@@ -298,16 +304,16 @@ impl<'a> Engine<'a> {
         let sql = "INSERT INTO lease (id, ttl_ms, deadline_ms, renewed, tree, checksum)
                    VALUES (?1, ?2, ?3, 0, ?4, ?5)";
         let checksum = load::lease_checksum(id.get(), ttl_ms, deadline, tree);
-        let mut insert = self.tx.prepare_cached(sql)?;
+        let mut insert = self.file().prepare_cached(sql)?;
         insert.execute((id.get(), ttl_ms, deadline, tree, checksum))?;
-        self.pending.leases.push(LeaseChange::Granted { id, ttl, tree });
+        self.pending.change_lease(LeaseChange::Granted { id, ttl, tree });
         Ok(id)
     }
 
     /// The lease itself, without its keys.
     pub(crate) fn forget_lease(&mut self, id: LeaseId) -> Evaluated<()> {
-        self.pending.leases.push(LeaseChange::Ended { id });
-        self.tx.prepare_cached("DELETE FROM lease WHERE id = ?1")?.execute([id.get()])?;
+        self.pending.change_lease(LeaseChange::Ended { id });
+        self.file().prepare_cached("DELETE FROM lease WHERE id = ?1")?.execute([id.get()])?;
         Ok(())
     }
 }

@@ -39,11 +39,9 @@ pub use request::{
 };
 pub use store::{Limits, OpenError, Options, SCHEMA, Status, Store};
 pub use update::{Update, WITH_DIRECTORY, Write};
-/// What an update does to the disk; for [`Store::update`].
-pub use vedetta_db::Purpose;
 /// Why there is no copy of the store, and why the database could not store something (part of
-/// [`KvError`]).
-pub use vedetta_db::{BackupError, CommitError};
+/// [`KvError`]); and what an update does to the disk, for [`Store::update`].
+pub use vedetta_db::{BackupError, CommitError, Purpose};
 pub use watch::{Batch, WatchError, WatchOptions, Watcher};
 
 use bytes::Bytes;

@@ -1,11 +1,13 @@
-//! What the batch in the writer has changed so far and nobody may see yet.
+//! What the writer has changed and nobody may see yet.
 //!
 //! It lies over the index: the writer's closures read through it, so each sees those before it. A
-//! closure that is undone takes its part back; the rest is published when it is durable, or dropped.
+//! closure that is undone takes its part back; a batch is sealed when its commit begins, and published
+//! when it is durable. Closures of the next batches run meanwhile, over the sealed layers.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::hash::BuildHasher as _;
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -13,7 +15,7 @@ use hashbrown::hash_table::Entry;
 use hashbrown::{DefaultHashBuilder, HashTable};
 use rusqlite::Connection;
 use vedetta_core::{KeyRange, Revision};
-use vedetta_db::rusqlite;
+use vedetta_db::{Rows, rusqlite};
 
 use crate::codec;
 use crate::index::{Found, Index};
@@ -25,38 +27,67 @@ pub(crate) struct Pending {
     pub(crate) revision: Revision,
     /// The compaction mark, published or not.
     pub(crate) compacted: Revision,
-    /// The events of the batch, in order.
-    pub(crate) events: Vec<Event>,
-    /// For each event, where the index had its key.
-    places: Vec<Option<usize>>,
-    /// For each event, the one before it that changed the same key in this batch.
-    earlier: Vec<Option<usize>>,
-    /// The last event of each key of the batch, found by its key.
-    keys: HashTable<usize>,
+    /// The batch whose closures run now.
+    now: Layer,
+    /// The batches in commit or being published, the oldest first.
+    sealed: VecDeque<Arc<Layer>>,
     hasher: DefaultHashBuilder,
-    /// Leases of the batch, in order.
-    pub(crate) leases: Vec<LeaseChange>,
-    /// The rows of the batch: where in `encoded` each lies.
-    rows: Vec<(Revision, Range<usize>)>,
-    encoded: Vec<u8>,
     /// Where the running closure started.
     unit: Mark,
-    /// Where the batch started.
-    batch: Mark,
+    /// What is published.
+    published: Mark,
 }
 
-/// What a durable batch changed.
-pub(crate) struct Batch {
+/// The changes of one batch.
+#[derive(Debug, Default)]
+pub(crate) struct Layer {
+    /// The events, in order.
     pub(crate) events: Vec<Event>,
     /// For each event, where the index had its key when it was recorded.
     pub(crate) places: Vec<Option<usize>>,
+    /// For each event, the one before it that changed the same key in this batch.
+    earlier: Vec<Option<usize>>,
+    /// The last event of each key, found by its key.
+    keys: HashTable<usize>,
+    /// Leases, in order.
     pub(crate) leases: Vec<LeaseChange>,
+    /// The rows: where in `encoded` each lies.
+    rows: Vec<(Revision, Range<usize>)>,
+    encoded: Vec<u8>,
+    /// Where the store is after it.
+    pub(crate) end: Mark,
+}
+
+impl Layer {
+    /// The last event of a key.
+    fn last(&self, hash: u64, key: &[u8]) -> Option<&Event> {
+        let place = self.keys.find(hash, |&place| self.events[place].key() == key)?;
+        Some(&self.events[*place])
+    }
+
+    /// The last event of each key.
+    fn lasts(&self) -> impl Iterator<Item = &Event> {
+        self.keys.iter().map(|&last| &self.events[last])
+    }
+
+    /// The last event at or before `at` of a key whose last event is at `last`.
+    fn event_at(&self, last: usize, at: Revision) -> Option<&Event> {
+        let mut place = Some(last);
+        while let Some(found) = place {
+            let event = &self.events[found];
+            if event.revision <= at {
+                return Some(event);
+            }
+            place = self.earlier[found];
+        }
+        None
+    }
 }
 
 #[derive(Debug, Clone, Copy, Default)]
-struct Mark {
-    revision: Revision,
-    compacted: Revision,
+pub(crate) struct Mark {
+    pub(crate) revision: Revision,
+    pub(crate) compacted: Revision,
     events: usize,
     leases: usize,
     rows: usize,
@@ -72,56 +103,56 @@ pub(crate) enum LeaseChange {
 impl Pending {
     pub(crate) fn new(revision: Revision, compacted: Revision) -> Self {
         let mark = Mark { revision, compacted, ..Mark::default() };
-        Self { revision, compacted, unit: mark, batch: mark, ..Self::default() }
+        Self { revision, compacted, unit: mark, published: mark, ..Self::default() }
     }
 
     fn mark(&self) -> Mark {
         Mark {
             revision: self.revision,
             compacted: self.compacted,
-            events: self.events.len(),
-            leases: self.leases.len(),
-            rows: self.rows.len(),
+            events: self.now.events.len(),
+            leases: self.now.leases.len(),
+            rows: self.now.rows.len(),
         }
     }
 
-    /// `place` is where the index has the key, if it has it.
+    /// How many events the batch has so far.
+    pub(crate) fn events(&self) -> usize {
+        self.now.events.len()
+    }
+
+    /// All events that are not published yet.
+    pub(crate) fn changes(&self) -> impl Iterator<Item = &Event> {
+        self.layers().flat_map(|layer| &layer.events)
+    }
+
+    pub(crate) fn change_lease(&mut self, change: LeaseChange) {
+        self.now.leases.push(change);
+    }
+
+    /// `at` is where the index has the key, if it has it.
     pub(crate) fn record(&mut self, event: Event, at: Option<usize>) {
-        self.places.push(at);
-        let place = self.events.len();
-        let (events, hasher) = (&self.events, &self.hasher);
-        let hash = |key: &[u8]| hasher.hash_one(key);
+        let Layer { events, places, earlier, keys, .. } = &mut self.now;
+        places.push(at);
+        let place = events.len();
+        let hash = |key: &[u8]| self.hasher.hash_one(key);
         let same = |&other: &usize| events[other].key() == event.key();
-        let earlier = match self.keys.entry(hash(event.key()), same, |&p| hash(events[p].key())) {
+        earlier.push(match keys.entry(hash(event.key()), same, |&p| hash(events[p].key())) {
             Entry::Occupied(mut last) => Some(std::mem::replace(last.get_mut(), place)),
             Entry::Vacant(free) => {
                 free.insert(place);
                 None
             }
-        };
-        self.earlier.push(earlier);
-        self.events.push(event);
+        });
+        events.push(event);
     }
 
     /// Turns the events from `first` on into the row of `revision`.
-    pub(crate) fn seal(&mut self, revision: Revision, first: usize) {
-        let start = self.encoded.len();
-        codec::encode(revision, &self.events[first..], &mut self.encoded);
-        self.rows.push((revision, start..self.encoded.len()));
-    }
-
-    /// Appends the rows of the batch to the file.
-    pub(crate) fn store(&mut self, connection: &Connection) -> rusqlite::Result<()> {
-        if self.rows.is_empty() {
-            return Ok(());
-        }
-        let sql = "INSERT INTO event (revision, body) VALUES (?1, ?2)";
-        let mut insert = connection.prepare_cached(sql)?;
-        for (revision, place) in self.rows.drain(..) {
-            insert.execute((revision.0.cast_signed(), &self.encoded[place]))?;
-        }
-        self.encoded.clear();
-        Ok(())
+    pub(crate) fn encode(&mut self, revision: Revision, first: usize) {
+        let Layer { events, rows, encoded, .. } = &mut self.now;
+        let start = encoded.len();
+        codec::encode(revision, &events[first..], encoded);
+        rows.push((revision, start..encoded.len()));
     }
 
     /// Closure done, its changes stand.
@@ -131,12 +162,13 @@ impl Pending {
 
     /// Closure undone.
     pub(crate) fn undo(&mut self) {
-        while self.events.len() > self.unit.events {
-            let (Some(event), Some(earlier)) = (self.events.pop(), self.earlier.pop()) else {
+        let now = &mut self.now;
+        while now.events.len() > self.unit.events {
+            let (Some(event), Some(earlier)) = (now.events.pop(), now.earlier.pop()) else {
                 break;
             };
-            let (place, hash) = (self.events.len(), self.hasher.hash_one(event.key()));
-            let Ok(mut last) = self.keys.find_entry(hash, |&other| other == place) else {
+            let (place, hash) = (now.events.len(), self.hasher.hash_one(event.key()));
+            let Ok(mut last) = now.keys.find_entry(hash, |&other| other == place) else {
                 continue;
             };
             match earlier {
@@ -144,45 +176,49 @@ impl Pending {
                 None => drop(last.remove()),
             }
         }
-        if let Some((_, first)) = self.rows.get(self.unit.rows) {
-            self.encoded.truncate(first.start);
-            self.rows.truncate(self.unit.rows);
+        if let Some((_, first)) = now.rows.get(self.unit.rows) {
+            now.encoded.truncate(first.start);
+            now.rows.truncate(self.unit.rows);
         }
-        self.places.truncate(self.unit.events);
-        self.leases.truncate(self.unit.leases);
+        now.places.truncate(self.unit.events);
+        now.leases.truncate(self.unit.leases);
         self.revision = self.unit.revision;
         self.compacted = self.unit.compacted;
     }
 
-    /// Batch durable: hands out what is to be shown.
-    pub(crate) fn take(&mut self) -> Batch {
+    /// The commit of the batch begins: hands out its rows.
+    pub(crate) fn seal(&mut self) -> Rows {
         // The next batch will most likely be about as large.
-        let room = Vec::with_capacity(self.events.len());
-        let events = std::mem::replace(&mut self.events, room);
-        let leases = std::mem::take(&mut self.leases);
-        let places = std::mem::take(&mut self.places);
-        self.clear();
+        let room = Vec::with_capacity(self.now.events.len());
+        let mut layer = std::mem::take(&mut self.now);
+        self.now.events = room;
+        let rows = std::mem::take(&mut layer.rows);
+        let encoded = std::mem::take(&mut layer.encoded);
         self.unit = self.mark();
-        self.batch = self.unit;
-        Batch { events, places, leases }
+        layer.end = self.unit;
+        self.sealed.push_back(Arc::new(layer));
+        Box::new(move |connection| append(connection, rows, &encoded))
     }
 
-    /// Batch lost.
+    /// The oldest sealed batch, which is durable and to be shown.
+    pub(crate) fn oldest(&self) -> Option<Arc<Layer>> {
+        self.sealed.front().cloned()
+    }
+
+    /// The oldest sealed batch is shown.
+    pub(crate) fn forget_oldest(&mut self) {
+        if let Some(shown) = self.sealed.pop_front() {
+            self.published = shown.end;
+        }
+    }
+
+    /// All that is not published is lost.
     pub(crate) fn discard(&mut self) {
-        self.clear();
-        self.revision = self.batch.revision;
-        self.compacted = self.batch.compacted;
-        self.unit = self.batch;
-    }
-
-    fn clear(&mut self) {
-        self.keys.clear();
-        self.earlier.clear();
-        self.places.clear();
-        self.events.clear();
-        self.leases.clear();
-        self.rows.clear();
-        self.encoded.clear();
+        self.now = Layer::default();
+        self.sealed.clear();
+        self.revision = self.published.revision;
+        self.compacted = self.published.compacted;
+        self.unit = self.mark();
     }
 
     /// The key as the next closure should see it.
@@ -197,35 +233,34 @@ impl Pending {
         key: &[u8],
         at: Option<usize>,
     ) -> Option<KeyValue> {
-        let hash = self.hasher.hash_one(key);
-        match self.keys.find(hash, |&place| self.events[place].key() == key) {
-            Some(&place) => self.events[place].now().cloned(),
+        match self.last(key) {
+            Some(event) => event.now().cloned(),
             None => index.now(at?).cloned(),
         }
     }
 
-    /// The last event of a key in this batch at or before `at`.
-    fn event_at(&self, last: usize, at: Revision) -> Option<&Event> {
-        let mut place = Some(last);
-        while let Some(found) = place {
-            let event = &self.events[found];
-            if event.revision <= at {
-                return Some(event);
-            }
-            place = self.earlier[found];
-        }
-        None
+    /// The last event of a key.
+    fn last(&self, key: &[u8]) -> Option<&Event> {
+        let hash = self.hasher.hash_one(key);
+        self.layers().rev().find_map(|layer| layer.last(hash, key))
+    }
+
+    /// The oldest first.
+    fn layers(&self) -> impl DoubleEndedIterator<Item = &Layer> {
+        self.sealed.iter().map(|layer| &**layer).chain([&self.now])
     }
 
     /// All keys of `range` as of `at`, in order.
     pub(crate) fn collect(&self, index: &Index, range: &KeyRange, at: Revision) -> Vec<Found> {
         let mut touched: BTreeMap<&[u8], Option<Found>> = BTreeMap::new();
-        for &last in &self.keys {
-            let key = self.events[last].key();
-            if range.contains(key)
-                && let Some(event) = self.event_at(last, at)
-            {
-                touched.insert(key, event.now().cloned().map(Found::Here));
+        for layer in self.layers() {
+            for &last in &layer.keys {
+                let key = layer.events[last].key();
+                if range.contains(key)
+                    && let Some(event) = layer.event_at(last, at)
+                {
+                    touched.insert(key, event.now().cloned().map(Found::Here));
+                }
             }
         }
         let mut all = Vec::new();
@@ -251,7 +286,7 @@ impl Pending {
         published: impl IntoIterator<Item = Bytes>,
     ) -> Vec<Bytes> {
         let mut keys: Vec<Bytes> = published.into_iter().collect();
-        let here = self.keys.iter().filter_map(|&last| self.events[last].now());
+        let here = self.layers().flat_map(Layer::lasts).filter_map(Event::now);
         let attached = here.filter(|now| now.lease() == Some(lease));
         keys.extend(attached.map(|now| Bytes::copy_from_slice(now.key())));
         keys.sort_unstable();
@@ -260,18 +295,23 @@ impl Pending {
         keys
     }
 
-    /// Whether a lease exists as far as this batch knows; `None` when it did not touch it.
+    /// Lease changes, the last first.
+    fn lease_changes(&self) -> impl Iterator<Item = &LeaseChange> {
+        self.layers().rev().flat_map(|layer| layer.leases.iter().rev())
+    }
+
+    /// Whether a lease exists as far as is known here; `None` when it was not touched.
     pub(crate) fn lease(&self, id: LeaseId) -> Option<bool> {
-        self.leases.iter().rev().find_map(|change| match change {
+        self.lease_changes().find_map(|change| match change {
             LeaseChange::Granted { id: other, .. } if *other == id => Some(true),
             LeaseChange::Ended { id: other } if *other == id => Some(false),
             _ => None,
         })
     }
 
-    /// If this batch grants a lease: for how long, and whether what is below its keys goes with them.
+    /// If a lease is granted here: for how long, and whether what is below its keys goes with them.
     pub(crate) fn granted(&self, id: LeaseId) -> Option<(Duration, bool)> {
-        self.leases.iter().rev().find_map(|change| match *change {
+        self.lease_changes().find_map(|change| match *change {
             LeaseChange::Granted { id: other, ttl, tree } if other == id => Some((ttl, tree)),
             _ => None,
         })
@@ -279,20 +319,37 @@ impl Pending {
 
     /// The first key of `range` as the next closure should see it, without walking the whole of it.
     pub(crate) fn first(&self, index: &Index, range: &KeyRange) -> Option<KeyValue> {
-        let changed = self.events.iter().filter(|event| range.contains(event.key()));
+        let changed = self.layers().flat_map(Layer::lasts).filter(|event| range.contains(event.key()));
         let ours = changed.filter_map(|event| self.latest(index, event.key()));
         let ours = ours.min_by(|a, b| a.key().cmp(b.key()));
         let published = index.first(range, |key| self.latest(index, key));
         ours.into_iter().chain(published).min_by(|a, b| a.key().cmp(b.key()))
     }
 
-    /// Whether this batch gives a lease a new deadline, by renewing it or by granting it anew.
+    /// Whether a lease is given a new deadline, by renewing it or by granting it anew.
     pub(crate) fn extends(&self, id: LeaseId) -> bool {
-        self.leases.iter().any(|change| match change {
+        self.lease_changes().any(|change| match change {
             LeaseChange::Granted { id: other, .. } | LeaseChange::Renewed { id: other } => {
                 *other == id
             }
             LeaseChange::Ended { .. } => false,
         })
     }
+}
+
+/// Appends the rows of a batch to the file.
+fn append(
+    connection: &Connection,
+    rows: Vec<(Revision, Range<usize>)>,
+    encoded: &[u8],
+) -> rusqlite::Result<()> {
+    if rows.is_empty() {
+        return Ok(());
+    }
+    let sql = "INSERT INTO event (revision, body) VALUES (?1, ?2)";
+    let mut insert = connection.prepare_cached(sql)?;
+    for (revision, place) in rows {
+        insert.execute((revision.0.cast_signed(), &encoded[place]))?;
+    }
+    Ok(())
 }

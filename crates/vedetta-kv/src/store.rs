@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, RwLock};
 use vedetta_core::{KeyRange, Revision};
 use vedetta_db::{
-    BackupError, CommitError, Db, Mirror, Purpose, Schema, Stop, WriteError, backup, failpoint,
-    rusqlite,
+    BackupError, CommitError, Db, Mirror, Purpose, Rows, Schema, Stop, WriteError, backup,
+    failpoint, rusqlite,
 };
 
 use crate::compact::{Keep, Sweeper};
@@ -17,7 +17,7 @@ use crate::engine::{self, Draft, Engine};
 use crate::index::{Found, Index};
 use crate::lease::{Leases, Renewal};
 use crate::load;
-use crate::pending::{Batch, LeaseChange, Pending};
+use crate::pending::{LeaseChange, Pending};
 use crate::range;
 use crate::request::{Delete, Deleted, KvError, Op, Put, PutDone, Range, Ranged, Txn, TxnDone};
 use crate::watch::{Block, Hub};
@@ -121,7 +121,7 @@ pub struct Status {
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) index: RwLock<Index>,
-    /// Locked on the writer thread only.
+    /// Locked on the writer threads only.
     pub(crate) pending: Mutex<Pending>,
     pub(crate) leases: Leases,
     pub(crate) hub: Hub,
@@ -286,24 +286,26 @@ impl Store {
         let draft = Draft::of(&put, Some(&self.shared.index.read()));
         // The request comes back to be freed here, not on the writer thread.
         let put = move |engine: &mut Engine<'_>| Ok((engine.put(&put, draft)?, put));
-        let (done, _put) = self.evaluate(Purpose::Store, put).await?;
+        let (done, _put) = self.evaluate(Purpose::Store, Uses::Memory, put).await?;
         Ok(done)
     }
 
     /// Removes keys.
     pub async fn delete(&self, delete: Delete) -> Result<Deleted, KvError> {
         engine::check_range(&delete.range)?;
-        self.reclaim(move |engine| engine.delete(&delete)).await
+        self.reclaim(Uses::Memory, move |engine| engine.delete(&delete)).await
     }
 
     /// Does a transaction.
     pub async fn txn(&self, txn: Txn) -> Result<TxnDone, KvError> {
         engine::check_txn(&txn, &self.options.limits)?;
+        let uses = if reads_the_past(&txn) { Uses::File } else { Uses::Memory };
         if stores(&txn) {
             self.check_quota()?;
-            return self.evaluate(Purpose::Store, move |engine| engine.txn(&txn)).await;
+            let txn = move |engine: &mut Engine<'_>| engine.txn(&txn);
+            return self.evaluate(Purpose::Store, uses, txn).await;
         }
-        self.reclaim(move |engine| engine.txn(&txn)).await
+        self.reclaim(uses, move |engine| engine.txn(&txn)).await
     }
 
     /// Forgets what was before `revision`: it becomes the oldest that can be read or watched from.
@@ -317,12 +319,12 @@ impl Store {
             if revision <= oldest {
                 return Err(Stop::Refused(KvError::Compacted { asked: revision, oldest }));
             }
-            load::set_meta(engine.tx, "compacted", revision.0.cast_signed())?;
+            load::set_meta(engine.file(), "compacted", revision.0.cast_signed())?;
             engine.pending.compacted = revision;
             failpoint("kv.compact");
             Ok(())
         };
-        self.reclaim(mark).await?;
+        self.reclaim(Uses::File, mark).await?;
         let done = self.sweeper.sweep();
         if swept {
             let _ = done.await; // closed meanwhile: the next start goes on with it
@@ -336,7 +338,7 @@ impl Store {
         let shared = Arc::clone(&self.shared);
         let grant =
             move |engine: &mut Engine<'_>| engine.grant(id, ttl, false, shared.age.now_ms());
-        self.evaluate(Purpose::Store, grant).await
+        self.evaluate(Purpose::Store, Uses::File, grant).await
     }
 
     /// Renews a lease; returns how long it now lasts.
@@ -352,12 +354,12 @@ impl Store {
             }
             let sql = "UPDATE lease SET renewed = 1, checksum = checksum + 1
                        WHERE id = ?1 AND renewed = 0";
-            engine.tx.prepare_cached(sql)?.execute([id.get()])?;
-            engine.pending.leases.push(LeaseChange::Renewed { id });
+            engine.file().prepare_cached(sql)?.execute([id.get()])?;
+            engine.pending.change_lease(LeaseChange::Renewed { id });
             Ok(())
         };
         // Not a matter of room: who cannot renew loses its keys.
-        self.evaluate(Purpose::Reclaim, note).await?;
+        self.evaluate(Purpose::Reclaim, Uses::File, note).await?;
         match self.shared.leases.renew(id) {
             Renewal::Done(ttl) => Ok(ttl),
             _ => Err(KvError::LeaseNotFound(id)),
@@ -366,7 +368,7 @@ impl Store {
 
     /// Ends a lease; its keys go in one revision.
     pub async fn revoke(&self, id: LeaseId) -> Result<Revision, KvError> {
-        self.reclaim(move |engine| {
+        self.reclaim(Uses::File, move |engine| {
             if !engine.has_lease(id) {
                 return Err(Stop::Refused(KvError::LeaseNotFound(id)));
             }
@@ -431,13 +433,16 @@ impl Store {
     async fn evaluate<T: Send + 'static>(
         &self,
         purpose: Purpose,
+        uses: Uses,
         work: impl FnOnce(&mut Engine<'_>) -> Result<T, Stop<KvError>> + Send + 'static,
     ) -> Result<T, KvError> {
         let shared = Arc::clone(&self.shared);
         let evaluated = self.db.write(purpose, move |tx| {
+            // Before the locks: whoever commits takes them, too.
+            let file = (uses == Uses::File).then(|| &**tx);
             let mut pending = shared.pending.lock();
             let index = shared.index.read();
-            let mut engine = Engine::new(tx, &index, &mut pending, &shared.leases);
+            let mut engine = Engine::new(file, &index, &mut pending, &shared.leases);
             let answer = work(&mut engine)?;
             engine.seal();
             Ok(answer)
@@ -449,13 +454,14 @@ impl Store {
     /// again it may use the room kept for it.
     async fn reclaim<T: Send + 'static>(
         &self,
+        uses: Uses,
         work: impl Fn(&mut Engine<'_>) -> Result<T, Stop<KvError>> + Send + Sync + 'static,
     ) -> Result<T, KvError> {
         let work = Arc::new(work);
         let again = Arc::clone(&work);
-        match self.evaluate(Purpose::Reclaim, move |engine| work(engine)).await {
+        match self.evaluate(Purpose::Reclaim, uses, move |engine| work(engine)).await {
             Err(KvError::Lost(CommitError::Full)) => {
-                self.evaluate(Purpose::Reclaim, move |engine| again(engine)).await
+                self.evaluate(Purpose::Reclaim, uses, move |engine| again(engine)).await
             }
             other => other,
         }
@@ -487,6 +493,22 @@ fn stores(txn: &Txn) -> bool {
     })
 }
 
+/// Whether some branch reads at a revision of its own.
+fn reads_the_past(txn: &Txn) -> bool {
+    txn.then.iter().chain(&txn.otherwise).any(|op| match op {
+        Op::Range(range) => range.at.is_some(),
+        Op::Txn(txn) => reads_the_past(txn),
+        Op::Put(_) | Op::Delete(_) => false,
+    })
+}
+
+/// What an evaluation needs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Uses {
+    Memory,
+    File,
+}
+
 /// What a walk over the index found.
 struct Gathered {
     found: Vec<Found>,
@@ -501,34 +523,40 @@ struct Gathered {
 struct Publisher(Arc<Shared>);
 
 impl Mirror for Publisher {
-    fn store(&mut self, connection: &rusqlite::Connection) -> rusqlite::Result<()> {
-        self.0.pending.lock().store(connection)
-    }
-
-    fn keep(&mut self) {
+    fn keep(&self) {
         self.0.pending.lock().keep();
     }
 
-    fn undo(&mut self) {
+    fn undo(&self) {
         self.0.pending.lock().undo();
     }
 
-    fn publish(&mut self) {
-        let mut pending = self.0.pending.lock();
-        let Batch { events, places, leases } = pending.take();
+    fn seal(&self) -> Rows {
+        self.0.pending.lock().seal()
+    }
+
+    fn publish(&self) {
+        let Some(layer) = self.0.pending.lock().oldest() else { return };
         {
             let mut index = self.0.index.write();
-            events.iter().zip(places).for_each(|(event, place)| index.apply(event, place));
-            index.revision = pending.revision;
-            index.compacted = pending.compacted;
+            let changes = layer.events.iter().zip(&layer.places);
+            changes.for_each(|(event, place)| index.apply(event, *place));
+            index.revision = layer.end.revision;
+            index.compacted = layer.end.compacted;
         }
-        self.0.leases.publish(&leases, &events);
+        // Closures of the next batches see it there or here. A lease at just one of the two: one that is
+        // due, but granted or renewed by a batch still to be published, is not ended.
+        let mut pending = self.0.pending.lock();
+        self.0.leases.publish(&layer.leases, &layer.events);
+        pending.forget_oldest();
+        drop(pending);
+        let events = Arc::into_inner(layer).map(|layer| layer.events).unwrap_or_default();
         if let Some(last) = events.last().map(|event| event.revision) {
             self.0.hub.publish(Block::new(last, events));
         }
     }
 
-    fn discard(&mut self) {
+    fn discard(&self) {
         self.0.pending.lock().discard();
     }
 }
@@ -567,10 +595,11 @@ fn keep_leases(shared: &Arc<Shared>, db: &Db) {
 fn end_leases(shared: &Arc<Shared>, db: &Db, due: &[LeaseId]) {
     let (in_writer, ending) = (Arc::clone(shared), due.to_vec());
     let ended = db.write_blocking(Purpose::Reclaim, move |tx| {
+        let file: &rusqlite::Connection = tx;
         let mut pending = in_writer.pending.lock();
         let index = in_writer.index.read();
         let leases = &in_writer.leases;
-        let mut engine = Engine::new(tx, &index, &mut pending, leases);
+        let mut engine = Engine::new(Some(file), &index, &mut pending, leases);
         for id in ending {
             // Renewed, revoked or granted anew on the way here?
             if engine.has_lease(id) && leases.is_due(id) && !engine.pending.extends(id) {

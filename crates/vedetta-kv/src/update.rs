@@ -56,10 +56,12 @@ impl Store {
         }
         let (shared, options) = (Arc::clone(&self.shared), Arc::clone(&self.options));
         let updated = self.db.write(purpose, move |tx| {
+            // Before the locks, as in `evaluate`.
+            let file: &rusqlite::Connection = tx;
             let mut pending = shared.pending.lock();
             let index = shared.index.read();
             let mut update = Update {
-                engine: Engine::new(tx, &index, &mut pending, &shared.leases),
+                engine: Engine::new(Some(file), &index, &mut pending, &shared.leases),
                 limits: &options.limits,
                 age_ms: shared.age.now_ms(),
                 changed: HashSet::new(),
@@ -150,7 +152,7 @@ impl Update<'_> {
         }
         let Engine { pending, leases, index, .. } = &self.engine;
         let lease_of = |key: &[u8]| pending.latest(index, key).and_then(|key| key.lease());
-        let attached = pending.events.iter().filter_map(|event| {
+        let attached = pending.changes().filter_map(|event| {
             let id = event.now()?.lease()?;
             (ids.contains(&id) && lease_of(event.key()) == Some(id)).then_some(id)
         });

@@ -318,3 +318,22 @@ async fn a_lease_granted_again_is_not_ended_by_the_deadline_of_the_one_before() 
     assert_eq!(store.lease(id(1)).unwrap().keys, ["new"]);
     store.close().await;
 }
+
+#[tokio::test]
+async fn leases_that_are_due_as_soon_as_they_are_granted_all_end() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = open(folder.path()).await;
+    let mut granting = tokio::task::JoinSet::new();
+    for _ in 0..300 {
+        let store = store.clone();
+        granting.spawn(async move { store.grant(None, Duration::ZERO).await.unwrap() });
+    }
+    soon(granting.join_all()).await;
+    let ended = async {
+        while store.status().leases > 0 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    soon(ended).await;
+    store.close().await;
+}

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, mpsc};
 
 use support::{get, is_quiet, one, open, open_db, put, reopen, soon, story, take};
 use vedetta_core::{KeyRange, Revision};
-use vedetta_db::Mirror;
+use vedetta_db::{Mirror, Rows};
 use vedetta_kv::{Delete, Event, Op, Options, Put, Store, Txn, WatchError, WatchOptions, Watcher};
 
 /// Together more than is kept in memory for watchers.
@@ -331,13 +331,13 @@ struct Gate {
 }
 
 impl Mirror for Gate {
-    fn store(&mut self, _: &vedetta_db::rusqlite::Connection) -> vedetta_db::rusqlite::Result<()> {
-        Ok(())
+    fn seal(&self) -> Rows {
+        Box::new(|_| Ok(()))
     }
-    fn keep(&mut self) {}
-    fn undo(&mut self) {}
-    fn discard(&mut self) {}
-    fn publish(&mut self) {
+    fn keep(&self) {}
+    fn undo(&self) {}
+    fn discard(&self) {}
+    fn publish(&self) {
         if self.shut.load(Ordering::SeqCst) {
             let _ = self.reached.send(());
             let _ = self.open.lock().unwrap().recv();

@@ -1,4 +1,4 @@
-//! Vedetta as a library: the embedded store, and the server of its HTTP API.
+//! Vedetta as a library: the embedded store, the server of its HTTP API, and etcd's protocols over it.
 //!
 //! ```
 //! use vedetta::db::{DataFolder, Db};
@@ -28,4 +28,5 @@
 pub use vedetta_core::{KeyRange, Revision};
 pub use vedetta_dashboard as dashboard;
 pub use vedetta_db as db;
+pub use vedetta_etcd as etcd;
 pub use vedetta_kv as kv;

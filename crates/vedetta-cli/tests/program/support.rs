@@ -20,6 +20,8 @@ pub(crate) fn vedetta(folder: &Path) -> Command {
             command.env_remove(name);
         }
     }
+    // Its default port may be in use; flags still win.
+    command.env("VEDETTA_ETCD", "127.0.0.1:0");
     command.current_dir(folder).stdin(Stdio::null());
     command
 }
