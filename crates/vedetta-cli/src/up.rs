@@ -79,7 +79,16 @@ async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Resu
         data.display()
     ));
 
-    signals.next().await;
+    tokio::select! {
+        () = signals.next() => {}
+        // They serve until told to stop.
+        Some(ended) = serving.join_next() => {
+            stop.cancel();
+            store.close().await;
+            ended.context("a server broke down")?;
+            anyhow::bail!("a server has ended by itself");
+        }
+    }
     tracing::info!(grace = ?config.shutdown.grace, "stopping; a second signal ends it at once");
     tokio::spawn(async move {
         signals.next().await;

@@ -543,7 +543,8 @@ impl Writer {
         }
         let mut file = turn.keep();
         if batch.units.is_empty() {
-            return;
+            // Those that failed were told so at once.
+            return roll_back(&file.connection);
         }
         if let Some(error) = batch.broke.take() {
             let lost = self.classify(&mut file, error, batch.purpose());

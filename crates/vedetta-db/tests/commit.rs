@@ -5,6 +5,7 @@ mod support;
 use std::sync::{Arc, Mutex, mpsc};
 
 use support::{Reason, aside, close, hold, insert, line_up, numbers, open, options, soon, write};
+use vedetta_db::rusqlite::Connection;
 use vedetta_db::{CommitError, Db, Mirror, Purpose, Rows, Stop, Tx, WriteError};
 
 /// Writes down what it hears.
@@ -112,8 +113,11 @@ async fn a_panicking_write_is_undone_alone_and_the_writer_goes_on() {
     assert_eq!(soon(second).await.unwrap(), 3);
     assert_eq!(diary.read(), ["undo", "keep", "undo", "keep", "seal", "publish"]);
     assert!(soon(panics(db.clone(), 4)).await.is_err(), "alone in its commit");
+    // It leaves no transaction open: somebody else may write.
+    let other = Connection::open(db.file()).unwrap();
+    other.execute("INSERT INTO number VALUES (5)", []).unwrap();
     assert_eq!(soon(write(db.clone(), 2)).await.unwrap(), 2);
-    assert_eq!(numbers(&db).await, [1, 2, 3]);
+    assert_eq!(numbers(&db).await, [1, 2, 3, 5]);
     close(&db).await;
 }
 

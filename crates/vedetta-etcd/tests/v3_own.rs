@@ -564,6 +564,42 @@ async fn leases_are_granted_kept_and_revoked() {
 }
 
 #[tokio::test]
+async fn large_values_of_many_revisions_come_in_answers_that_clients_take() {
+    let server = Server::start().await;
+    let mut kv = server.kv().await;
+    for n in 0..10 {
+        kv.put(put(&format!("k{n}"), &"v".repeat(900 << 10))).await.unwrap();
+    }
+    // A client with the usual limit of 4 MiB.
+    let mut watching = server.watch().await;
+    let all = WatchCreateRequest { range_end: "l".into(), start_revision: 2, ..follow("k") };
+    watching.create(all).await;
+    watching.next().await;
+    let mut seen = Vec::new();
+    while seen.len() < 10 {
+        let answer = watching.next().await;
+        assert!(!answer.fragment);
+        let revisions = answer.events.iter().map(|event| event.kv.as_ref().unwrap().mod_revision);
+        seen.extend(revisions);
+        assert!(answer.header.unwrap().revision >= *seen.last().unwrap());
+    }
+    assert_eq!(seen, (2..12).collect::<Vec<_>>());
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_watch_of_a_key_that_cannot_be_is_refused_with_the_reason() {
+    let server = Server::start().await;
+    let mut watching = server.watch().await;
+    watching.create(follow(&"k".repeat(100 << 10))).await;
+    let refused = watching.next().await;
+    assert!(refused.created && refused.canceled, "{refused:?}");
+    assert!(refused.cancel_reason.contains("longer than any"), "{refused:?}");
+    assert_eq!(server.store.status().watchers, 0);
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn a_store_starts_from_a_snapshot() {
     use sha2::Digest as _;
     let server = Server::start().await;

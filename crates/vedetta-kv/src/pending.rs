@@ -319,7 +319,8 @@ impl Pending {
 
     /// The first key of `range` as the next closure should see it, without walking the whole of it.
     pub(crate) fn first(&self, index: &Index, range: &KeyRange) -> Option<KeyValue> {
-        let changed = self.layers().flat_map(Layer::lasts).filter(|event| range.contains(event.key()));
+        let changed =
+            self.layers().flat_map(Layer::lasts).filter(|event| range.contains(event.key()));
         let ours = changed.filter_map(|event| self.latest(index, event.key()));
         let ours = ours.min_by(|a, b| a.key().cmp(b.key()));
         let published = index.first(range, |key| self.latest(index, key));

@@ -1,6 +1,7 @@
 //! The store as its users hold it.
 
 use std::fs::{self, File};
+use std::path::Path;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -34,6 +35,8 @@ pub const SCHEMA: Schema = Schema {
          CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT, WITHOUT ROWID;"],
 };
 
+/// A snapshot while it is made, beside the database.
+const SNAPSHOT: &str = "snapshot.db";
 /// Keys a reader looks at before it lets the lock go for a moment.
 const CHUNK: usize = 512;
 /// Leases ended by one write.
@@ -148,6 +151,8 @@ pub struct Store {
     pub(crate) db: Db,
     pub(crate) options: Arc<Options>,
     sweeper: Sweeper,
+    /// Who has it makes one.
+    snapshots: Arc<tokio::sync::Mutex<()>>,
     threads: Arc<Threads>,
 }
 
@@ -163,6 +168,7 @@ impl Store {
 
     /// [`Store::open`] for a thread of one's own.
     pub fn open_blocking(db: Db, options: Options) -> Result<Self, OpenError> {
+        forget_snapshot(db.file())?;
         let shared = Arc::new(load::load(&db)?);
         db.attach(Box::new(Publisher(Arc::clone(&shared))))?;
         let (sweeper, sweeping) =
@@ -176,17 +182,20 @@ impl Store {
             db,
             options: Arc::new(options),
             sweeper,
+            snapshots: Arc::default(),
             threads: Arc::new(Threads(Mutex::new(vec![sweeping, fan_out, leases]))),
         })
     }
 
     /// A copy of the last commit's state, which [`vedetta_db::backup`] explains. The file has no name
-    /// and is gone once it is closed.
+    /// and is gone once it is closed. One is made at a time, since each takes as much room as the store.
     pub async fn snapshot(&self) -> Result<File, BackupError> {
         let database = self.db.file().to_owned();
+        let turn = Arc::clone(&self.snapshots).lock_owned().await;
         off_the_runtime(move || {
-            let name = format!("snapshot-{:016x}.db", fastrand::u64(..));
-            let target = database.with_file_name(name);
+            let _turn = turn;
+            let target = database.with_file_name(SNAPSHOT);
+            forget_snapshot(&database)?;
             backup(&database, &target)?;
             let opened = File::open(&target);
             fs::remove_file(&target)?;
@@ -359,7 +368,7 @@ impl Store {
             Ok(())
         };
         // Not a matter of room: who cannot renew loses its keys.
-        self.evaluate(Purpose::Reclaim, Uses::File, note).await?;
+        self.reclaim(Uses::File, note).await?;
         match self.shared.leases.renew(id) {
             Renewal::Done(ttl) => Ok(ttl),
             _ => Err(KvError::LeaseNotFound(id)),
@@ -466,6 +475,17 @@ impl Store {
             other => other,
         }
     }
+}
+
+/// Removes a snapshot that a crash left behind.
+fn forget_snapshot(database: &Path) -> std::io::Result<()> {
+    for name in [SNAPSHOT.to_owned(), format!("{SNAPSHOT}.partial")] {
+        match fs::remove_file(database.with_file_name(name)) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 /// Runs what may block where that holds nobody up.

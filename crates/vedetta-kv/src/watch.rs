@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt;
 use std::future::poll_fn;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, ready};
 
@@ -87,6 +87,8 @@ pub(crate) struct Hub {
     /// All watchers were told of everything up to here.
     marked: AtomicU64,
     registry: Mutex<Registry>,
+    /// How many watchers there are; known without the lock.
+    watching: AtomicUsize,
     nudge: Mutex<Nudge>,
     nudged: Condvar,
     closed: AtomicBool,
@@ -105,7 +107,6 @@ struct Registry {
     keys: HashMap<Bytes, Group>,
     prefixes: BTreeMap<usize, HashMap<Bytes, Group>>,
     others: HashMap<KeyRange, Group>,
-    count: usize,
 }
 
 #[derive(Debug, Default)]
@@ -131,6 +132,7 @@ impl Hub {
             ring: RwLock::new(Ring { blocks: VecDeque::new(), bytes: 0, first: revision.next() }),
             marked: AtomicU64::new(revision.0),
             registry: Mutex::default(),
+            watching: AtomicUsize::new(0),
             nudge: Mutex::new(Nudge { published: revision, closed: false }),
             nudged: Condvar::new(),
             closed: AtomicBool::new(false),
@@ -140,13 +142,19 @@ impl Hub {
     /// Takes in a durable block.
     pub(crate) fn publish(&self, block: Block) {
         let last = block.last;
-        {
+        let full = {
             let mut ring = self.ring.write();
             ring.bytes += block.bytes;
             ring.blocks.push_back(Arc::new(block));
+            ring.bytes > RING_BYTES
+        };
+        // Nobody to tell: who comes later begins after what the index has, and this it has. (Either we
+        // see the newcomer here, or the newcomer sees this in the index.)
+        fence(Ordering::SeqCst);
+        if full || self.watching.load(Ordering::Relaxed) > 0 {
+            self.nudge.lock().published = last;
+            self.nudged.notify_one();
         }
-        self.nudge.lock().published = last;
-        self.nudged.notify_one();
     }
 
     /// The fan-out thread.
@@ -208,7 +216,7 @@ impl Hub {
     }
 
     pub(crate) fn watchers(&self) -> usize {
-        self.registry.lock().count
+        self.watching.load(Ordering::Relaxed)
     }
 
     /// Blocks that hold everything from `from` on, up to about `bytes` of it; `None` when the ring
@@ -255,7 +263,6 @@ impl Registry {
             cell.places[nth].store(group.cells.len(), Ordering::Relaxed);
             group.cells.push((Arc::clone(cell), nth));
         }
-        self.count += 1;
     }
 
     fn remove(&mut self, ranges: &[KeyRange], cell: &Cell) {
@@ -270,7 +277,6 @@ impl Registry {
                 self.forget(range);
             }
         }
-        self.count -= 1;
     }
 
     fn forget(&mut self, range: &KeyRange) {
@@ -419,6 +425,8 @@ impl Watcher {
         });
         // From here on nothing new is missed; what is older is owed.
         shared.hub.registry.lock().add(&ranges, &cell);
+        shared.hub.watching.fetch_add(1, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
         let (current, oldest) = {
             let index = shared.index.read();
             (index.revision, index.compacted)
@@ -471,7 +479,9 @@ impl Watcher {
     pub fn progress(&self) -> Revision {
         // The order matters: what is marked after this load may be owed, what was before is.
         let marked = Revision(self.shared.hub.marked.load(Ordering::Acquire));
-        let done = Revision(self.next.0.saturating_sub(1));
+        // Who starts in the future has not seen it.
+        let current = self.shared.index.read().revision;
+        let done = Revision(self.next.0.saturating_sub(1)).min(current);
         match self.cell.owed.load(Ordering::Acquire) {
             NOTHING => marked.max(done),
             owed => done.max(Revision(owed.saturating_sub(1))),
@@ -545,6 +555,7 @@ impl fmt::Debug for Watcher {
 impl Drop for Watcher {
     fn drop(&mut self) {
         self.shared.hub.registry.lock().remove(&self.ranges, &self.cell);
+        self.shared.hub.watching.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -584,11 +595,22 @@ fn read_history(
         check_next(shared, from, last, from.next())?;
     }
     if previous {
-        for event in &mut events {
+        let mut bytes = 0;
+        for place in 0..events.len() {
+            // What they were is not in their rows, and may be much more.
+            if bytes > BATCH_BYTES && events[place].revision > events[place - 1].revision {
+                last = Some(events[place - 1].revision);
+                events.truncate(place);
+                break;
+            }
+            let event = &mut events[place];
             let before = shared.index.read().before(event.key(), event.revision);
             if let Some(Found::InRow(key, revision)) = before {
                 match fetch(connection, &key, revision) {
-                    Ok(before) => event.previous = Some(before),
+                    Ok(before) => {
+                        bytes += before.value().len();
+                        event.previous = Some(before);
+                    }
                     Err(FetchError::Missing(_))
                         if event.revision <= shared.index.read().compacted => {}
                     Err(other) => return Err(other),
@@ -639,10 +661,12 @@ impl Batch {
         &self,
         previous: bool,
         encode: impl Fn(&Event) -> Bytes,
-    ) -> impl Iterator<Item = &Bytes> {
+    ) -> impl Iterator<Item = (Revision, &Bytes)> {
         let slots = self.blocks.iter().flat_map(|block| block.events.iter().zip(block.encoded()));
         let wanted = slots.filter(|(event, _)| self.concerns(event));
-        wanted.map(move |(event, slot)| slot[usize::from(previous)].get_or_init(|| encode(event)))
+        wanted.map(move |(event, slot)| {
+            (event.revision, slot[usize::from(previous)].get_or_init(|| encode(event)))
+        })
     }
 
     /// Everything up to this revision was handed out with this batch or before.

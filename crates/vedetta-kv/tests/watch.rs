@@ -401,8 +401,14 @@ async fn an_event_is_encoded_once_for_all_its_watchers() {
         let (mut plain, mut with) = (Vec::new(), Vec::new());
         while plain.len() < keys.len() {
             let batch = soon(watcher.next()).await.unwrap();
-            plain.extend(batch.encoded(false, |event| encode("plain", event)).cloned());
-            with.extend(batch.encoded(true, |event| encode("with", event)).cloned());
+            plain.extend(
+                batch
+                    .encoded(false, |event| encode("plain", event))
+                    .map(|(_, bytes)| bytes.clone()),
+            );
+            with.extend(
+                batch.encoded(true, |event| encode("with", event)).map(|(_, bytes)| bytes.clone()),
+            );
             assert!(batch.last() >= batch.iter().last().unwrap().revision);
         }
         for (form, got) in [("plain", plain), ("with", with)] {
@@ -412,5 +418,42 @@ async fn an_event_is_encoded_once_for_all_its_watchers() {
     let mut encoded = encoded.into_inner().unwrap();
     encoded.sort();
     assert_eq!(encoded, ["plain k1", "plain k2", "with k1", "with k2"]);
+    store.close().await;
+}
+
+#[tokio::test]
+async fn a_watch_of_the_future_has_made_no_progress_beyond_the_present() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = open(folder.path()).await;
+    put(&store, "k", "one").await;
+    let watcher = store.watch(one("k"), from(1000)).unwrap();
+    assert_eq!(watcher.progress(), Revision(2));
+    store.close().await;
+}
+
+#[tokio::test]
+async fn history_with_large_previous_values_comes_in_several_batches() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = open(folder.path()).await;
+    for n in 0..8 {
+        put(&store, format!("k{n}"), "x".repeat(400 << 10)).await;
+    }
+    let keys = (0..8).map(|n| one(&format!("k{n}")));
+    for range in keys {
+        store.delete(Delete { range, previous: false }).await.unwrap();
+    }
+    // From the file, not from what is in memory.
+    let store = reopen(&store, folder.path()).await;
+    let mut watcher = store.watch(KeyRange::all(), from(10)).unwrap();
+    let (mut gone, mut batches) = (Vec::new(), 0);
+    while gone.len() < 8 {
+        let batch = soon(watcher.next()).await.unwrap();
+        let bytes = |event: &Event| event.previous.as_ref().unwrap().value().len();
+        assert!(batch.iter().map(bytes).sum::<usize>() < 2 << 20);
+        gone.extend(batch.iter().map(|event| event.revision.0));
+        batches += 1;
+    }
+    assert_eq!(gone, (10..18).collect::<Vec<_>>());
+    assert!(batches > 1, "{batches}");
     store.close().await;
 }

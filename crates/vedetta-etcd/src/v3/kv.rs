@@ -4,8 +4,8 @@ use prost::Message as _;
 use tonic::{Request, Response, Status};
 use vedetta_core::{KeyRange, Revision};
 use vedetta_kv::{
-    Compare, CompareOp, CompareTarget, Delete, Deleted, KvError, LeaseId, Op, OpReply, Order, Put,
-    PutDone, PutLease, PutValue, Range, Ranged, SortBy, Txn, TxnDone,
+    Compare, CompareOp, CompareTarget, Delete, Deleted, LeaseId, Op, OpReply, Order, Put, PutDone,
+    PutLease, PutValue, Range, Ranged, SortBy, Txn, TxnDone,
 };
 
 use super::proto::compare::{CompareResult, CompareTarget as Target, TargetUnion};
@@ -56,7 +56,7 @@ impl Kv for Api {
     ) -> Result<Response<proto::TxnResponse>, Status> {
         let request = request.into_inner();
         check_size(request.encoded_len())?;
-        let done = self.store().txn(to_txn(request, 0)?).await.map_err(status::of)?;
+        let done = self.store().txn(to_txn(request)?).await.map_err(status::of)?;
         let header = self.header(done.revision);
         Ok(Response::new(from_txn(done, header)))
     }
@@ -141,15 +141,10 @@ fn to_delete(request: proto::DeleteRangeRequest) -> Result<Delete, Status> {
     Ok(Delete { range, previous: request.prev_kv })
 }
 
-/// How deep we follow a message into itself; the store's own limit, which is lower, is met first.
-const DEPTH: usize = 64;
-
-fn to_txn(request: proto::TxnRequest, depth: usize) -> Result<Txn, Status> {
-    if depth > DEPTH {
-        return Err(status::of(KvError::TooDeep { limit: DEPTH }));
-    }
+/// Transactions in transactions are bounded by the decoder, which takes a hundred messages in each other.
+fn to_txn(request: proto::TxnRequest) -> Result<Txn, Status> {
     let ops = |ops: Vec<proto::RequestOp>| -> Result<Vec<Op>, Status> {
-        ops.into_iter().map(|op| to_op(op, depth)).collect()
+        ops.into_iter().map(to_op).collect()
     };
     Ok(Txn {
         when: request.compare.into_iter().map(to_compare).collect::<Result<_, _>>()?,
@@ -158,12 +153,12 @@ fn to_txn(request: proto::TxnRequest, depth: usize) -> Result<Txn, Status> {
     })
 }
 
-fn to_op(op: proto::RequestOp, depth: usize) -> Result<Op, Status> {
+fn to_op(op: proto::RequestOp) -> Result<Op, Status> {
     Ok(match op.request {
         Some(request_op::Request::RequestRange(range)) => Op::Range(to_range(range)?),
         Some(request_op::Request::RequestPut(put)) => Op::Put(to_put(put)?),
         Some(request_op::Request::RequestDeleteRange(delete)) => Op::Delete(to_delete(delete)?),
-        Some(request_op::Request::RequestTxn(txn)) => Op::Txn(to_txn(txn, depth + 1)?),
+        Some(request_op::Request::RequestTxn(txn)) => Op::Txn(to_txn(txn)?),
         None => return Err(invalid(status::KEY_NOT_FOUND)),
     })
 }

@@ -35,6 +35,12 @@ use super::{Api, MESSAGE_BYTES, key_range, revision, status};
 
 /// The id of answers that are about no watch, or about one that was not made.
 const NO_WATCH: i64 = -1;
+/// A range ends behind the longest key that there can be.
+const LONGEST_KEY: usize = (64 << 10) + 1;
+/// Bytes of several revisions in one answer, about; clients commonly take 4 MiB.
+const GATHERED: usize = 1 << 20;
+/// Watches on one stream.
+const WATCHES: usize = 100_000;
 /// When to look again whether everybody has caught up.
 const LOOK_AGAIN: Duration = Duration::from_millis(2);
 
@@ -221,6 +227,12 @@ impl Session {
         if key.is_empty() {
             key = Bytes::from_static(&[0]);
         }
+        if key.len().max(request.range_end.len()) > LONGEST_KEY {
+            return Err("the key is longer than any that can be put");
+        }
+        if self.watches.len() >= WATCHES {
+            return Err("too many watches on one stream");
+        }
         let range = key_range(key, request.range_end.clone());
         if range.is_empty() {
             return Err("mvcc: watcher range is empty");
@@ -243,11 +255,12 @@ impl Session {
             Turn::Events(mut watched, batch) => {
                 let last = batch.last();
                 let events = Events::all(batch, watched.previous);
-                let most = if watched.fragment { MESSAGE_BYTES } else { usize::MAX };
-                let mut pieces = events.pieces(most).into_iter().peekable();
+                let most = if watched.fragment { MESSAGE_BYTES } else { GATHERED };
+                let mut pieces = events.pieces(most, watched.fragment).into_iter().peekable();
                 while let Some(piece) = pieces.next() {
-                    let (fragment, events) = (pieces.peek().is_some(), Some(piece));
-                    let answer = self.answer(last, watched.id);
+                    let more = pieces.peek().is_some();
+                    let answer = self.answer(if more { piece.last() } else { last }, watched.id);
+                    let (fragment, events) = (more && watched.fragment, Some(piece));
                     self.ready.push_back(WatchResponse { fragment, events, ..answer });
                 }
                 if watched.progress == Progress::Quiet {

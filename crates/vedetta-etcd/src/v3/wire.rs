@@ -12,6 +12,7 @@ use prost::encoding::{
     int64, key_len, skip_field, string,
 };
 use prost::{DecodeError, Message};
+use vedetta_core::Revision;
 use vedetta_kv::{Batch, Change, Event, LeaseId, Stamps};
 
 use super::proto::ResponseHeader;
@@ -97,44 +98,55 @@ pub(crate) struct Events {
     take: usize,
     /// Bytes of them all, their tags included.
     len: usize,
+    /// The revision of the last.
+    last: Revision,
 }
 
 impl Events {
     /// All of `batch`; with the keys as they were before, when `previous`.
     pub(crate) fn all(batch: Batch, previous: bool) -> Self {
-        let (mut take, mut len) = (0, 0);
-        for event in encoded(&batch, previous) {
+        let (mut take, mut len, mut last) = (0, 0, batch.last());
+        for (revision, event) in encoded(&batch, previous) {
             take += 1;
             len += event.len();
+            last = revision;
         }
-        Self { batch, previous, skip: 0, take, len }
+        Self { batch, previous, skip: 0, take, len, last }
     }
 
-    /// The same in pieces of about `most` bytes, one event in each at least.
-    pub(crate) fn pieces(self, most: usize) -> Vec<Self> {
+    /// The revision of the last of them.
+    pub(crate) fn last(&self) -> Revision {
+        self.last
+    }
+
+    /// The same in pieces of about `most` bytes, one event in each at least. Unless `anywhere`, what
+    /// happened in one revision stays together.
+    pub(crate) fn pieces(self, most: usize, anywhere: bool) -> Vec<Self> {
         if self.len < most {
             return vec![self];
         }
         let mut pieces = vec![Self { take: 0, len: 0, ..self.clone() }];
-        for event in self.iter() {
-            let last = pieces.last_mut().expect("there is one from the beginning");
-            if last.take > 0 && last.len + event.len() >= most {
-                let skip = last.skip + last.take;
-                pieces.push(Self { skip, take: 1, len: event.len(), ..self.clone() });
+        for (revision, event) in self.iter() {
+            let piece = pieces.last_mut().expect("there is one from the beginning");
+            let may_cut = piece.take > 0 && (anywhere || revision > piece.last);
+            if may_cut && piece.len + event.len() >= most {
+                let (skip, len) = (piece.skip + piece.take, event.len());
+                pieces.push(Self { skip, take: 1, len, last: revision, ..self.clone() });
             } else {
-                last.take += 1;
-                last.len += event.len();
+                piece.take += 1;
+                piece.len += event.len();
+                piece.last = revision;
             }
         }
         pieces
     }
 
-    fn iter(&self) -> impl Iterator<Item = &Bytes> {
+    fn iter(&self) -> impl Iterator<Item = (Revision, &Bytes)> {
         encoded(&self.batch, self.previous).skip(self.skip).take(self.take)
     }
 }
 
-fn encoded(batch: &Batch, previous: bool) -> impl Iterator<Item = &Bytes> {
+fn encoded(batch: &Batch, previous: bool) -> impl Iterator<Item = (Revision, &Bytes)> {
     batch.encoded(previous, move |event| encode_event(event, previous))
 }
 
@@ -187,7 +199,7 @@ impl Message for WatchResponse {
             string::encode(6, &self.cancel_reason, buf);
         }
         put_flag(7, self.fragment, buf);
-        for event in self.events.iter().flat_map(Events::iter) {
+        for (_, event) in self.events.iter().flat_map(Events::iter) {
             buf.put_slice(event);
         }
     }
@@ -321,7 +333,7 @@ mod tests {
                        {"type": "DELETE", "kv": gone, "prev_kv": two}]});
         let name = "etcdserverpb.WatchResponse";
         assert_eq!(read(name, &response(Events::all(batch.clone(), true))), want);
-        let pieces = Events::all(batch.clone(), true).pieces(1);
+        let pieces = Events::all(batch.clone(), true).pieces(1, true);
         assert_eq!(pieces.len(), 3);
         for (piece, event) in pieces.into_iter().zip(want["events"].as_array().unwrap()) {
             assert_eq!(read(name, &response(piece))["events"], json!([event]));
