@@ -15,6 +15,9 @@ const STOPPING: Duration = Duration::from_secs(1);
 
 /// A connection that fails when its client takes no byte of what is sent for too long. Without it such
 /// a client would keep its place, and a watch, for ever.
+///
+/// Flushing, it also looks whether the client hung up: HTTP/1 does not read while it answers when there is
+/// another request in its buffer already, and would not see the end behind that.
 pub struct Patient {
     stream: TcpStream,
     limit: Duration,
@@ -84,6 +87,11 @@ impl AsyncWrite for Patient {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let mut byte = [0];
+        if let Poll::Ready(Ok(0)) = self.stream.poll_peek(cx, &mut ReadBuf::new(&mut byte)) {
+            tracing::debug!("a client hung up while it was sent to: letting it go");
+            return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
+        }
         Pin::new(&mut self.stream).poll_flush(cx)
     }
 

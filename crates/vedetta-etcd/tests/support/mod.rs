@@ -132,6 +132,10 @@ pub(crate) struct Ours {
 
 impl Ours {
     pub(crate) async fn start() -> Self {
+        Self::start_with(|endpoint| endpoint).await
+    }
+
+    pub(crate) async fn start_with(change: impl FnOnce(Endpoint) -> Endpoint) -> Self {
         let folder = scratch();
         let mut options = vedetta_db::Options::new(folder.path().join("vedetta.db"));
         options.ballast = 0;
@@ -140,7 +144,8 @@ impl Ours {
         let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let address = listener.local_addr().unwrap();
         let stop = CancellationToken::new();
-        let serving = tokio::spawn(serve(listener, Endpoint::new(store.clone()), stop.clone()));
+        let endpoint = change(Endpoint::new(store.clone()));
+        let serving = tokio::spawn(serve(listener, endpoint, stop.clone()));
         Self { address, store, stop, serving: AbortOnDropHandle::new(serving), folder }
     }
 }
