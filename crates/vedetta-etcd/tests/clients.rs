@@ -594,3 +594,38 @@ async fn curl_follows_a_stream() {
     })
     .await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn etcdctl_saves_a_snapshot_that_we_start_from() {
+    let ours = Ours::start().await;
+    run("3", ours.address, "put kept 1").await;
+    let folder = TempDir::new().unwrap();
+    let line = "snapshot save @folder/vedetta.db";
+    let saved = told("3", ours.address, line, "", folder.path()).await;
+    assert!(saved.starts_with("exit Some(0)"), "{saved}");
+    // A file of ours is none that etcd starts from.
+    let line = "snapshot status @folder/vedetta.db";
+    let status = told("3", ours.address, line, "", folder.path()).await;
+    assert!(!status.starts_with("exit Some(0)"), "{status}");
+    let again = Ours::start_in(folder, |endpoint| endpoint).await;
+    assert_eq!(run("3", again.address, "get kept --print-value-only").await, "exit Some(0)\n1 ");
+}
+
+/// Documented in `docs/etcd-compatibility.md`.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_not_served_says_so() {
+    let ours = Ours::start().await;
+    let lines = [
+        "member add another --peer-urls=http://127.0.0.1:1",
+        "member remove 1234",
+        "member promote 1234",
+        "move-leader 1234",
+        "user list",
+        "role add reader",
+    ];
+    for line in lines {
+        let told = run("3", ours.address, line).await;
+        assert!(told.starts_with("exit Some(1)"), "{line}: {told}");
+        assert!(told.contains("vedetta does not serve this call"), "{line}: {told}");
+    }
+}

@@ -10,6 +10,7 @@
 mod support;
 
 mod cases;
+mod differences;
 mod random;
 mod v2;
 mod v3;

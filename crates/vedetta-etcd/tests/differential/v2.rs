@@ -82,6 +82,19 @@ impl Pair {
         }
         Ok(())
     }
+
+    /// Runs lines on the second server only, and answers what it said.
+    pub(crate) async fn run_ours(&mut self, lines: &[&str]) -> Vec<String> {
+        self.cases += 1;
+        let prefix = format!("case-ours-{}x", letters(self.cases));
+        let ours = &mut self.sides[1];
+        ours.begin().await.expect("a case can begin");
+        let mut told = Vec::new();
+        for line in lines {
+            told.push(ours.try_step(&prefix, line).await);
+        }
+        told
+    }
 }
 
 /// A number in letters: nothing in a prefix looks like an index.

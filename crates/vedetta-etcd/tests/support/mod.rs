@@ -136,7 +136,14 @@ impl Ours {
     }
 
     pub(crate) async fn start_with(change: impl FnOnce(Endpoint) -> Endpoint) -> Self {
-        let folder = scratch();
+        Self::start_in(scratch(), change).await
+    }
+
+    /// On what is in the folder, `vedetta.db`.
+    pub(crate) async fn start_in(
+        folder: TempDir,
+        change: impl FnOnce(Endpoint) -> Endpoint,
+    ) -> Self {
         let mut options = vedetta_db::Options::new(folder.path().join("vedetta.db"));
         options.ballast = 0;
         let db = Db::open(&options, &[SCHEMA]).unwrap();
