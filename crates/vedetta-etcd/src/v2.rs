@@ -35,7 +35,7 @@ use tokio_util::sync::CancellationToken;
 use vedetta_core::Revision;
 use vedetta_kv::Store;
 
-use self::about::{Stats, of_cluster, too_large};
+use self::about::{Stats, of_cluster};
 use self::error::{Code, Error};
 use self::form::{Ask, unescape};
 use self::path::Path;
@@ -43,8 +43,6 @@ use self::watch::Watch;
 use self::write::Verb;
 use crate::Endpoint;
 
-/// Bytes of a form, as many as etcd takes.
-const FORM: usize = 10 << 20;
 /// There is one member and no election, so this never changes.
 const RAFT_TERM: &str = "2";
 /// Where keys are.
@@ -124,7 +122,9 @@ async fn parse(path: Path, request: Request) -> Result<Ask, Error> {
         return Err(Error::request(Code::InvalidForm, "the path is too deep"));
     }
     let (head, body) = request.into_parts();
-    let body = to_bytes(body, FORM).await.map_err(|_| too_large())?;
+    // It is here already, and not larger than the endpoint takes.
+    let body = to_bytes(body, usize::MAX).await;
+    let body = body.map_err(|error| Error::request(Code::InvalidForm, error.to_string()))?;
     let query = head.uri.query().unwrap_or_default().as_bytes();
     Ask::parse(path, &head.method, &head.headers, query, &body)
 }

@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 use vedetta_core::{KeyRange, Revision};
 use vedetta_db::Db;
 use vedetta_etcd::{Endpoint, serve};
-use vedetta_kv::{Keep, Options, Put, Range, SCHEMA, Store, WatchOptions};
+use vedetta_kv::{Keep, KvError, Options, Purpose, Put, Range, SCHEMA, Store, WatchOptions, Write};
 
 /// What takes longer than this hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -370,9 +370,10 @@ async fn of_many_that_compare_and_swap_one_wins() {
 async fn a_large_directory_beside_others_is_listed() {
     let folder = tempfile::tempdir().unwrap();
     let server = Server::start(folder.path()).await;
-    for n in 0..600 {
-        server.store.put(Put::new(format!("/l/big/{n:03}"), "")).await.unwrap();
-    }
+    let many = server.store.update(Purpose::Store, |update| {
+        (0..5_000).try_for_each(|n| update.put(format!("/l/big/{n:04}"), "", Write::default()))
+    });
+    many.await.map_err(|error: KvError| error).unwrap();
     for key in ["/l/big", "/l/big-", "/l/a", "/l/z"] {
         server.store.put(Put::new(key, "")).await.unwrap();
     }
@@ -382,6 +383,7 @@ async fn a_large_directory_beside_others_is_listed() {
     assert_eq!(keys, ["/l/a", "/l/big", "/l/big-", "/l/z"]);
     assert_eq!(nodes[1]["dir"], true);
     let big: serde_json::Value = serde_json::from_str(&server.get("/l/big").await).unwrap();
-    assert_eq!(big["node"]["nodes"].as_array().unwrap().len(), 600);
+    let nodes = big["node"]["nodes"].as_array().unwrap();
+    assert_eq!((nodes.len(), &nodes[4_999]["key"]), (5_000, &"/l/big/4999".into()));
     server.end().await;
 }

@@ -22,13 +22,16 @@ const FEW: usize = 16;
 
 /// The published state. Readers hold its lock for a bounded number of keys at a time.
 ///
-/// A key is found by its hash, which costs the same however many there are; the tree is for order, and
+/// A key is found by its hash, which costs the same however many there are; the trees are for order, and
 /// touched only when a key comes or goes.
 #[derive(Debug, Default)]
 pub(crate) struct Index {
     chains: Slab<Chain>,
     by_key: HashTable<usize>,
+    /// The keys that exist now.
     in_order: BTreeMap<Box<[u8]>, usize>,
+    /// Those that only have a history. Apart, so that nobody who asks for the present walks over them.
+    gone: BTreeMap<Box<[u8]>, usize>,
     hasher: DefaultHashBuilder,
     /// How many keys exist now.
     pub(crate) existing: usize,
@@ -151,9 +154,16 @@ impl Index {
 
     /// Makes an event part of the state.
     pub(crate) fn apply(&mut self, event: &Event, guess: Option<usize>) {
-        let key = event.key();
-        if let Some(place) = self.push(event, guess) {
-            self.in_order.insert(Box::from(key), place);
+        let (key, exists) = (event.key(), event.now().is_some());
+        let (place, existed) = self.push(event, guess);
+        let (mut here, mut there) = (&mut self.in_order, &mut self.gone);
+        if !exists {
+            std::mem::swap(&mut here, &mut there);
+        }
+        match existed {
+            None => drop(here.insert(Box::from(key), place)),
+            Some(existed) if existed != exists => here.extend(there.remove_entry(key)),
+            Some(_) => {}
         }
     }
 
@@ -164,24 +174,28 @@ impl Index {
 
     /// Puts all keys in order.
     pub(crate) fn set_order(&mut self) {
-        let key = |(place, chain): (usize, &Chain)| (Box::from(chain.head.key()), place);
-        self.in_order = self.chains.iter().map(key).collect();
+        let all = |exist: bool| {
+            let chains = self.chains.iter().filter(move |(_, chain)| chain.stamp.gone() != exist);
+            chains.map(|(place, chain)| (Box::from(chain.head.key()), place)).collect()
+        };
+        (self.in_order, self.gone) = (all(true), all(false));
     }
 
-    /// Returns the place of a key that was not there.
-    fn push(&mut self, event: &Event, guess: Option<usize>) -> Option<usize> {
+    /// Returns the place of the key and, if it had one before, whether it existed then.
+    fn push(&mut self, event: &Event, guess: Option<usize>) -> (usize, Option<bool>) {
         self.existing += usize::from(event.now().is_some());
         if let Some(place) = self.place(event.key(), guess) {
             let chain = &mut self.chains[place];
-            self.existing -= usize::from(chain.now().is_some());
+            let existed = chain.now().is_some();
+            self.existing -= usize::from(existed);
             chain.push(event);
-            return None;
+            return (place, Some(existed));
         }
         let place = self.chains.insert(Chain::new(event));
         let (chains, hasher) = (&self.chains, &self.hasher);
         let hash = |key: &[u8]| hasher.hash_one(key);
         self.by_key.insert_unique(hash(event.key()), place, |&p| hash(chains[p].head.key()));
-        Some(place)
+        (place, None)
     }
 
     /// Visits the keys of `range` that exist at `at`, in order from `from` on, looking at `most` at
@@ -195,8 +209,16 @@ impl Index {
         mut visit: impl FnMut(Visit<'_>),
     ) -> Option<Box<[u8]>> {
         let (start, end) = range.bounds()?;
-        let start = from.map_or(start, Bound::Included);
-        let keys = self.in_order.range::<[u8], _>((start, end));
+        let bounds = (from.map_or(start, Bound::Included), end);
+        let mut here = self.in_order.range::<[u8], _>(bounds).peekable();
+        let past = at < self.revision;
+        let gone = past.then(|| self.gone.range::<[u8], _>(bounds));
+        let mut gone = gone.into_iter().flatten().peekable();
+        let keys = std::iter::from_fn(|| match (here.peek(), gone.peek()) {
+            (Some((here, _)), Some((key, _))) if key < here => gone.next(),
+            (None, _) => gone.next(),
+            _ => here.next(),
+        });
         for (seen, (key, &place)) in keys.enumerate() {
             if seen == most {
                 return Some(key.clone());
@@ -252,7 +274,7 @@ impl Index {
             if let Ok(entry) = self.by_key.find_entry(hash, |&other| other == place) {
                 entry.remove();
             }
-            self.in_order.remove(key);
+            self.gone.remove(key);
             self.chains.remove(place);
         }
     }
@@ -294,18 +316,23 @@ mod tests {
     /// `"2 5 7x 9"`: puts in 2, 5 and 9, a delete in 7.
     fn index(life: &str) -> Index {
         let mut index = Index::default();
+        live(&mut index, "k", life);
+        index
+    }
+
+    fn live(index: &mut Index, key: &'static str, life: &str) {
         for word in life.split_whitespace() {
             let gone = word.ends_with('x');
             let revision = Revision(word.trim_end_matches('x').parse().unwrap());
             let change = if gone {
-                Change::Delete { key: "k".into(), cause: Cause::Asked }
+                Change::Delete { key: key.into(), cause: Cause::Asked }
             } else {
                 let stamps = Stamps { modified: revision, ..Stamps::default() };
-                Change::Put(KeyValue::new(stamps, b"k", b"v"))
+                Change::Put(KeyValue::new(stamps, key.as_bytes(), b"v"))
             };
             index.apply(&Event { revision, change, previous: None, tag: 0 }, None);
+            index.revision = index.revision.max(revision);
         }
-        index
     }
 
     fn seen(index: &Index, at: u64) -> Option<u64> {
@@ -339,5 +366,35 @@ mod tests {
         assert_eq!(gone.len(), 1, "a tombstone that can still be watched from stays");
         gone.forget(b"k", Revision(5), true);
         assert_eq!(gone.len(), 0);
+    }
+
+    #[test]
+    fn the_present_is_walked_without_what_is_gone_and_the_past_with_it() {
+        let mut index = Index::default();
+        let lives = [("a", "2 9x"), ("b", "3"), ("c", "4x"), ("d", "5 6x 7"), ("e", "8 10x")];
+        for (key, life) in lives {
+            live(&mut index, key, life);
+        }
+        for _ in 0..2 {
+            for (at, expected) in
+                [(2, "a"), (5, "abd"), (6, "ab"), (8, "abde"), (9, "bde"), (10, "bd"), (99, "bd")]
+            {
+                let (mut keys, mut from) = (Vec::new(), None);
+                loop {
+                    let visit = |visit: Visit<'_>| keys.extend_from_slice(visit.key());
+                    from = index.visit(&KeyRange::all(), from.as_deref(), Revision(at), 2, visit);
+                    if from.is_none() {
+                        break;
+                    }
+                }
+                assert_eq!(keys, expected.as_bytes(), "at {at}");
+            }
+            let mut looks = 0;
+            let more = index.visit(&KeyRange::all(), None, index.revision, 2, |_| looks += 1);
+            assert_eq!((looks, more), (2, None), "no other is walked over");
+            index.set_order(); // as after loading
+        }
+        index.forget(b"a", Revision(9), true);
+        assert_eq!((index.gone.len(), index.in_order.len(), index.len()), (2, 2, 4));
     }
 }

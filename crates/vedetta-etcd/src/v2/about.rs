@@ -7,7 +7,6 @@ use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use serde_json::json;
 
-use super::error::{Code, Error};
 use super::ttl::timestamp;
 use super::write::Verb;
 use super::{Api, not_allowed, not_found};
@@ -161,11 +160,6 @@ fn uptime(time: Duration) -> String {
         (0, minutes) => format!("{minutes}m{seconds}"),
         (hours, minutes) => format!("{hours}h{minutes}m{seconds}"),
     }
-}
-
-/// The form is larger than anything that could be stored.
-pub(crate) fn too_large() -> Error {
-    Error::request(Code::InvalidForm, "http: POST too large")
 }
 
 #[cfg(test)]

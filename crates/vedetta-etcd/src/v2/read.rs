@@ -4,7 +4,7 @@ use bytes::Bytes;
 use vedetta_core::{KeyRange, Revision};
 use vedetta_kv::{KeyValue, KvError, Range, Store};
 
-use super::error::Error;
+use super::error::{Code, Error};
 use super::form::Ask;
 use super::json::{self, Event, Node};
 use super::path::Path;
@@ -13,6 +13,9 @@ use super::ttl::{self, Expiry};
 
 /// Keys read together when only the first of each directory is wanted.
 const CHUNK: usize = 256;
+
+/// With more keys than this a listing is written apart, where it holds up nobody.
+const MANY: usize = 2_000;
 
 /// The node asked for, and the index it was read at.
 pub(crate) async fn get(store: &Store, ask: &Ask) -> Result<(Bytes, Revision), Error> {
@@ -51,7 +54,15 @@ pub(crate) async fn get(store: &Store, ask: &Ask) -> Result<(Bytes, Revision), E
             modified: dir.created,
             created: dir.created,
         };
-        return Ok((json::listing(&node, keys, ask.recursive, expiry).into(), at));
+        let (many, store, deep) = (keys.len() > MANY, store.clone(), ask.recursive);
+        let write = move || json::listing(&node, keys, deep, |key| self::expiry(&store, key));
+        let listing = if many {
+            let written = tokio::task::spawn_blocking(write).await;
+            written.map_err(|error| Error::request(Code::Internal, error.to_string()))?
+        } else {
+            write()
+        };
+        return Ok((listing.into(), at));
     }
 }
 
