@@ -7,6 +7,7 @@ mod authority;
 mod guard;
 mod serve;
 mod tls;
+mod upload;
 mod v2;
 mod v3;
 

@@ -25,6 +25,7 @@ use vedetta_net::{Patient, accept};
 
 use crate::authority::Renamed;
 use crate::tls::{self, Tls};
+use crate::upload::Upload;
 use crate::v3::Grpc;
 use crate::{guard, v2, v3};
 
@@ -62,7 +63,7 @@ pub struct Limits {
     pub handshake: Duration,
     /// Time to send a head over HTTP/1, and how long such a connection may be silent before it.
     pub head: Duration,
-    /// Time to send a body over HTTP/1.
+    /// Time to send a body, or the message of a call.
     pub upload: Duration,
     /// An HTTP/2 connection that is silent for so long is asked whether it is still there, and has as long
     /// to answer.
@@ -234,6 +235,8 @@ impl Server {
         local: IpAddr,
     ) -> Result<Response<tonic::body::Body>, std::convert::Infallible> {
         if is_grpc(&request) {
+            let limit = (!v3::is_stream(request.uri().path())).then_some(self.limits.upload);
+            let request = request.map(|body| Upload::new(body, limit));
             return Ok(self.grpc.clone().call(request).await);
         }
         let answer = match self.take_in(request, local).await {

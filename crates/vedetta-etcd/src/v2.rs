@@ -131,7 +131,8 @@ async fn parse(path: Path, request: Request) -> Result<Ask, Error> {
 
 async fn serve(api: &Api, method: &Method, ask: Ask) -> Result<Response, Error> {
     if ask.wait {
-        let (watch, index) = Watch::begin(&api.store, &ask, &api.stop)?;
+        let (mut watch, index) = Watch::begin(&api.store, &ask, &api.stop)?;
+        watch.catch_up(index).await?;
         return Ok(told(StatusCode::OK, index, Body::from_stream(watch.lines())));
     }
     if matches!(*method, Method::GET | Method::HEAD) {

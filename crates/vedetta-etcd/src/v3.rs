@@ -140,6 +140,11 @@ impl Grpc {
     }
 }
 
+/// Whether a call takes message after message.
+pub(crate) fn is_stream(path: &str) -> bool {
+    matches!(path, "/etcdserverpb.Watch/Watch" | "/etcdserverpb.Lease/LeaseKeepAlive")
+}
+
 fn unserved() -> Status {
     Status::unimplemented("vedetta does not serve this call: it has one member and no users")
 }

@@ -135,11 +135,13 @@ async fn requests_are_answered_as_etcd_does() {
         ("PUT", "/d", "value=1", 403, r#"{"errorCode":102,"message":"Not a file","cause":"/d","index":6}"#),
         ("DELETE", "/d?dir=true", "", 403, r#"{"errorCode":108,"message":"Directory not empty","cause":"/d","index":6}"#),
         ("DELETE", "/d?recursive=true", "", 200, r#"{"action":"delete","node":{"key":"/d","dir":true,"modifiedIndex":7,"createdIndex":6},"prevNode":{"key":"/d","dir":true,"modifiedIndex":6,"createdIndex":6}}"#),
-        ("POST", "/q", "value=x", 201, r#"{"action":"create","node":{"key":"/q/00000000000000000008","value":"x","modifiedIndex":8,"createdIndex":8}}"#),
-        ("PUT", "/a", "dir=true", 200, r#"{"action":"set","node":{"key":"/a","dir":true,"modifiedIndex":9,"createdIndex":9},"prevNode":{"key":"/a","value":"4","modifiedIndex":5,"createdIndex":3}}"#),
+        ("PUT", "/e", "dir=true", 201, r#"{"action":"set","node":{"key":"/e","dir":true,"modifiedIndex":8,"createdIndex":8}}"#),
+        ("DELETE", "/e?dir=true", "", 200, r#"{"action":"delete","node":{"key":"/e","dir":true,"modifiedIndex":9,"createdIndex":8},"prevNode":{"key":"/e","dir":true,"modifiedIndex":8,"createdIndex":8}}"#),
+        ("POST", "/q", "value=x", 201, r#"{"action":"create","node":{"key":"/q/00000000000000000010","value":"x","modifiedIndex":10,"createdIndex":10}}"#),
+        ("PUT", "/a", "dir=true", 200, r#"{"action":"set","node":{"key":"/a","dir":true,"modifiedIndex":11,"createdIndex":11},"prevNode":{"key":"/a","value":"4","modifiedIndex":5,"createdIndex":3}}"#),
         ("PUT", "/c?noValueOnSuccess=true", "value=1", 201, r#"{"action":"set"}"#),
-        ("DELETE", "/c?prevValue=1", "", 200, r#"{"action":"compareAndDelete","node":{"key":"/c","modifiedIndex":11,"createdIndex":10},"prevNode":{"key":"/c","value":"1","modifiedIndex":10,"createdIndex":10}}"#),
-        ("DELETE", "/?recursive=true", "", 400, r#"{"errorCode":107,"message":"Root is read only","cause":"/","index":11}"#),
+        ("DELETE", "/c?prevValue=1", "", 200, r#"{"action":"compareAndDelete","node":{"key":"/c","modifiedIndex":13,"createdIndex":12},"prevNode":{"key":"/c","value":"1","modifiedIndex":12,"createdIndex":12}}"#),
+        ("DELETE", "/?recursive=true", "", 400, r#"{"errorCode":107,"message":"Root is read only","cause":"/","index":13}"#),
         ("PUT", "/c", "ttl=x", 400, r#"{"errorCode":202,"message":"The given TTL in POST form is not a number","cause":"invalid value for \"ttl\"","index":0}"#),
     ] {
         let answer = server.ask(method, path, form).await;
@@ -223,12 +225,13 @@ async fn a_directory_that_expires_takes_its_content_and_wakes_who_watches_it() {
     server.put("/d/s/a", "value=1").await;
     server.put("/d/s/gone", "value=1&ttl=100").await;
     let mut child = server.watch("/d/s/a?wait=true").await;
-    let mut above = server.watch("?wait=true&recursive=true&waitIndex=5").await;
+    let mut above = server.watch("?wait=true&recursive=true&waitIndex=6").await;
     let mut missing = server.watch("/d/s/nope?wait=true&stream=true").await;
+    server.store.put(Put::new("/d", "hidden by the directory")).await.unwrap(); // 4
     server.put("/d", "dir=true&prevExist=true&ttl=1").await;
     for watch in [&mut child, &mut above] {
         let told = event(watch).await;
-        let node = r#""node":{"key":"/d","dir":true,"modifiedIndex":5,"createdIndex":2}"#;
+        let node = r#""node":{"key":"/d","dir":true,"modifiedIndex":6,"createdIndex":2}"#;
         let before = r#""prevNode":{"key":"/d","dir":true,"expiration":"#;
         let expected = format!("{{\"action\":\"expire\",{node},{before}");
         assert!(told.starts_with(&expected), "{told}");
@@ -310,6 +313,30 @@ async fn what_v3_writes_is_there_in_v2_and_the_other_way_round() {
         seen.extend(batch.iter().filter_map(key));
     }
     assert_eq!(seen, [b"/n/".to_vec(), b"/n/m".to_vec()], "one revision, its directory first");
+    server.end().await;
+}
+
+#[tokio::test]
+async fn what_is_refused_tells_where_the_store_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = Server::start(folder.path()).await;
+    // Directories that v3 made have no marker yet, so the request would begin by writing one.
+    server.store.put(Put::new("/a/b", "1")).await.unwrap();
+    for (method, path, form, code) in [
+        ("PUT", "/a/b?prevExist=false", "value=2", 105),
+        ("PUT", "/a/b/c?prevExist=false", "value=2", 104),
+        ("PUT", "/a/b/c", "value=2", 104),
+        ("POST", "/a/b", "value=2", 104),
+    ] {
+        let (_, body) = server.ask(method, path, form).await;
+        let told: serde_json::Value = serde_json::from_str(&body).unwrap();
+        assert_eq!(
+            (&told["errorCode"], &told["index"]),
+            (&code.into(), &2.into()),
+            "{path} {form}"
+        );
+    }
+    assert_eq!(server.store.revision(), Revision(2));
     server.end().await;
 }
 

@@ -748,6 +748,28 @@ async fn one_that_says_nothing_is_let_go() {
     server.stop().await;
 }
 
+#[tokio::test]
+async fn a_call_that_is_never_sent_whole_is_ended() {
+    let limits = Limits { upload: Duration::from_millis(50), ..Limits::default() };
+    let server = Server::with(|endpoint| endpoint.limits(limits)).await;
+    let address = server.url.strip_prefix("http://").unwrap();
+    let (client, connection) =
+        h2::client::handshake(TcpStream::connect(address).await.unwrap()).await.unwrap();
+    let connection = tokio::spawn(connection);
+    let request = axum::http::Request::post(format!("{}/etcdserverpb.KV/Put", server.url))
+        .header("content-type", "application/grpc")
+        .body(())
+        .unwrap();
+    let (answer, mut body) = client.ready().await.unwrap().send_request(request, false).unwrap();
+    body.send_data("\0\0\0\u{1}\0 half".into(), false).unwrap();
+    let answer = tokio::time::timeout(PATIENCE, answer).await.expect("it is ended").unwrap();
+    assert_ne!(answer.headers().get("grpc-status").unwrap(), "0");
+    assert_eq!(server.store.status().existing, 0);
+    drop((answer, body));
+    server.stop().await;
+    connection.abort();
+}
+
 /// Sends a request over HTTP/1.1 and hands out what comes back.
 async fn post(server: &Server, path: &str, headers: &str, body: &str) -> BufReader<TcpStream> {
     let address = server.url.strip_prefix("http://").unwrap();

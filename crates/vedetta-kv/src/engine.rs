@@ -264,7 +264,10 @@ impl<'a> Engine<'a> {
             if let Some(before) = self.pending.latest(self.index, &key) {
                 self.remove(before, cause, 0);
             }
-            if tree && key.ends_with(b"/") {
+            if tree && let Some(hidden) = key.strip_suffix(b"/") {
+                if let Some(hidden) = self.pending.latest(self.index, hidden) {
+                    self.remove(hidden, cause, WITH_DIRECTORY);
+                }
                 for below in self.now(&KeyRange::prefix(key))? {
                     self.remove(below, cause, WITH_DIRECTORY);
                 }

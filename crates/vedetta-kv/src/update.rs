@@ -139,7 +139,7 @@ impl Update<'_> {
 
     /// Grants a lease that takes along what is below its keys, where these are directories: when it
     /// ends, the key `a/` goes and with it, in the same revision and with the tag [`WITH_DIRECTORY`],
-    /// every key that begins with `a/`.
+    /// the key `a` that it hid and every key that begins with `a/`.
     pub fn grant_tree(&mut self, id: LeaseId, ttl: Duration) -> Result<(), KvError> {
         let granted = self.engine.grant(Some(id), ttl, true, self.age_ms);
         self.settle(granted).map(drop)

@@ -70,6 +70,16 @@ impl Path {
         KeyRange::prefix(self.marker())
     }
 
+    /// The same without the marker.
+    pub(crate) fn inside(&self) -> KeyRange {
+        match self.below() {
+            KeyRange::Between(marker, end) => {
+                KeyRange::Between([&marker[..], b"\0"].concat().into(), end)
+            }
+            other => other, // there is none: a prefix that ends in a slash ends somewhere
+        }
+    }
+
     pub(crate) fn child(&self, name: &str) -> Self {
         Self([&self.0[..], b"/", name.as_bytes()].concat().into())
     }
@@ -138,6 +148,16 @@ mod tests {
         }
         assert!(of(&"/a".repeat(DEEPEST)).is_some());
         assert!(of(&"/a".repeat(DEEPEST + 1)).is_none());
+    }
+
+    #[test]
+    fn what_is_inside_is_all_below_but_the_marker() {
+        let inside = Path::clean(b"/a").inside();
+        for (key, is) in
+            [("/a/", false), ("/a/\0", true), ("/a/b/c", true), ("/a", false), ("/a0", false)]
+        {
+            assert_eq!(inside.contains(key.as_bytes()), is, "{key}");
+        }
     }
 
     #[test]

@@ -65,16 +65,14 @@ pub(crate) fn find(keys: &impl Keys, path: &Path) -> Result<Found, Error> {
     for above in path.ancestors() {
         match look(keys, &above) {
             Some(Found::Dir(_)) => {}
-            Some(Found::File(_)) => return Err(not_a_directory(keys, &above)),
+            // Something is to be in it, but it is a file.
+            Some(Found::File(_)) => {
+                return Err(Error::new(Code::NotDir, above.bytes(), keys.revision()));
+            }
             None => return Err(Error::new(Code::KeyNotFound, above.bytes(), keys.revision())),
         }
     }
     Err(Error::new(Code::KeyNotFound, path.bytes(), keys.revision()))
-}
-
-/// Something is to be in `path`, but that is a file.
-pub(crate) fn not_a_directory(keys: &impl Keys, path: &Path) -> Error {
-    Error::new(Code::NotDir, path.bytes(), keys.revision())
 }
 
 /// The node at `path`. A path with keys below it is a directory, even if there is a key of that name too.

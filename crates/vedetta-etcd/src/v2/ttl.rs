@@ -36,11 +36,13 @@ pub(crate) fn lasting(seconds: u64) -> Option<Duration> {
     (end <= i64::MAX.cast_unsigned() / 1_000_000).then(|| Duration::from_secs(seconds))
 }
 
-/// An id for a lease that begins now. Such ids are negative; etcd's own are not.
+/// An id for a lease that begins now. If it is taken, ask for another: there always is one. Those with the moment in them are
+/// negative; etcd's own are not, nor are those of leases that end when there is no room for the moment.
 pub(crate) fn lease_id(ttl: Duration) -> LeaseId {
-    let end = now_ms().saturating_add(whole_ms(ttl)).min(LAST_MS);
+    let end = now_ms().saturating_add(whole_ms(ttl));
     let bits = end << RANDOM_BITS | fastrand::u64(..1 << RANDOM_BITS);
-    LeaseId::new(!bits.cast_signed()).expect("it is negative")
+    let id = if end > LAST_MS { fastrand::i64(1..) } else { !bits.cast_signed() };
+    LeaseId::new(id).expect("it is not zero")
 }
 
 fn end_in(id: LeaseId) -> Option<u64> {
@@ -85,6 +87,8 @@ pub(crate) fn timestamp(at: SystemTime) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
+
     use super::*;
 
     #[test]
@@ -100,10 +104,18 @@ mod tests {
         assert_eq!(expiry(id, Some(ttl / 3)).unwrap().ttl, 34);
         assert_eq!(expiry(LeaseId::new(5).unwrap(), None), None, "not one of ours");
         assert!(expiry(LeaseId::new(5).unwrap(), Some(ttl)).is_some());
-        assert_eq!(
-            expiry(lease_id(Duration::from_secs(7_000_000_000)), None).unwrap().at_ms,
-            LAST_MS
-        );
+    }
+
+    #[test]
+    fn there_is_no_end_of_ids_for_what_lasts_beyond_the_last_moment() {
+        let ttl = Duration::from_secs(7_000_000_000);
+        let some = (1 << RANDOM_BITS) + 1;
+        let ids: HashSet<_> = (0..some).map(|_| lease_id(ttl)).collect();
+        assert!(ids.len() > some - 100, "{} of {some}", ids.len());
+        for id in ids.into_iter().take(100) {
+            assert_eq!(expiry(id, None), None, "nothing is made up");
+            assert_eq!(expiry(id, Some(ttl)).unwrap().ttl, 7_000_000_000);
+        }
     }
 
     #[test]

@@ -1,6 +1,9 @@
 //! Waiting for what happens to a node.
 
 use std::collections::VecDeque;
+use std::future::poll_fn;
+use std::task::Poll;
+use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::Stream;
@@ -8,7 +11,8 @@ use futures_util::stream;
 use tokio_util::sync::CancellationToken;
 use vedetta_core::{KeyRange, Revision};
 use vedetta_kv::{
-    Cause, Change, Event as Raw, KeyValue, Store, WITH_DIRECTORY, WatchError, WatchOptions, Watcher,
+    Batch, Cause, Change, Event as Raw, KeyValue, Store, WITH_DIRECTORY, WatchError, WatchOptions,
+    Watcher,
 };
 
 use super::error::{Code, Error};
@@ -18,6 +22,9 @@ use super::path::{Path, is_hidden};
 use super::read::expiry;
 use super::write::{action, tag};
 
+/// How often to look whether a watch has caught up: when nothing in the history is for it, it is not woken.
+const LOOK: Duration = Duration::from_millis(10);
+
 /// Follows a node.
 pub(crate) struct Watch {
     store: Store,
@@ -25,7 +32,7 @@ pub(crate) struct Watch {
     scope: Scope,
     /// Whether to go on after the first event.
     stream: bool,
-    ready: VecDeque<Bytes>,
+    ready: VecDeque<Event>,
     stop: CancellationToken,
 }
 
@@ -40,43 +47,77 @@ impl Watch {
         let from = if ask.wait_index == 0 { index.next() } else { Revision(ask.wait_index) };
         let options = WatchOptions { from: Some(from), ..WatchOptions::default() };
         let scope = Scope { path: ask.path.clone(), recursive: ask.recursive };
-        let watcher = store.watch_all(scope.ranges(), options).map_err(|error| match error {
-            WatchError::Compacted { asked, oldest } => {
-                let text = format!("the requested history has been cleared [{oldest}/{asked}]");
-                Error::new(Code::EventIndexCleared, text, index)
-            }
-            other => Error::request(Code::Internal, other.to_string()),
-        })?;
+        let watcher = store.watch_all(scope.ranges(), options);
+        let watcher = watcher.map_err(|error| ended(error, index))?;
         let (store, stop) = (store.clone(), stop.clone());
         let ready = VecDeque::new();
         Ok((Self { store, watcher, scope, stream: ask.stream, ready, stop }, index))
+    }
+
+    /// Looks through the history, up to `index` or to something for it: as long as nothing has been answered,
+    /// it can be told that the history is gone.
+    pub(crate) async fn catch_up(&mut self, index: Revision) -> Result<(), Error> {
+        while self.ready.is_empty() && self.watcher.progress() < index && !self.stop.is_cancelled()
+        {
+            let look = poll_fn(|cx| match self.watcher.poll_next(cx) {
+                Poll::Pending if self.watcher.progress() >= index => Poll::Ready(None),
+                other => other.map(Some),
+            });
+            if let Ok(Some(batch)) = tokio::time::timeout(LOOK, look).await {
+                self.take(&batch.map_err(|error| ended(error, index))?);
+            }
+        }
+        Ok(())
     }
 
     /// The events, one line each: one, or all that come. Dropping it ends the watch.
     pub(crate) fn lines(self) -> impl Stream<Item = Result<Bytes, std::convert::Infallible>> {
         stream::unfold(Some(self), async |watch| {
             let mut watch = watch?;
-            let line = watch.next().await?;
+            let line = watch.next().await?.line();
             let more = watch.stream.then_some(watch);
             Some((Ok(line), more))
         })
     }
 
     /// `None` when the server stops, or when the history that this needs is gone.
-    async fn next(&mut self) -> Option<Bytes> {
+    async fn next(&mut self) -> Option<Event> {
         loop {
-            if let Some(line) = self.ready.pop_front() {
-                return Some(line);
+            if let Some(event) = self.ready.pop_front() {
+                return Some(event);
             }
             let batch = tokio::select! {
                 () = self.stop.cancelled() => return None,
-                batch = self.watcher.next() => batch.ok()?,
+                batch = self.watcher.next() => batch,
             };
-            let events: Vec<&Raw> = batch.iter().collect();
-            for revision in events.chunk_by(|a, b| a.revision == b.revision) {
-                let shown = self.scope.shown(&self.store, revision);
-                self.ready.extend(shown.iter().map(Event::line));
+            // Too late to answer anything else.
+            self.take(&batch.map_err(|error| ended(error, Revision(0))).ok()?);
+        }
+    }
+
+    /// Finds what is for this watch, as much as it is going to tell.
+    fn take(&mut self, batch: &Batch) {
+        let events: Vec<&Raw> = batch.iter().collect();
+        for revision in events.chunk_by(|a, b| a.revision == b.revision) {
+            self.ready.extend(self.scope.shown(&self.store, revision));
+            if !self.stream && !self.ready.is_empty() {
+                return;
             }
+        }
+    }
+}
+
+/// What to answer when a watch ends.
+fn ended(error: WatchError, index: Revision) -> Error {
+    match error {
+        WatchError::Compacted { asked, oldest } => {
+            let text = format!("the requested history has been cleared [{oldest}/{asked}]");
+            Error::new(Code::EventIndexCleared, text, index)
+        }
+        WatchError::Closed => Error::request(Code::Internal, error.to_string()),
+        other => {
+            tracing::error!(error = &other as &dyn std::error::Error, "a watch failed");
+            Error::request(Code::Internal, other.to_string())
         }
     }
 }
@@ -167,5 +208,73 @@ fn show(store: &Store, event: &Raw, path: &Path, dir: bool, others: &[&Raw]) -> 
             let node = Node { path, value: None, dir, expiry: None, modified, created };
             Event { action, node, previous }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::http::{HeaderMap, Method};
+    use vedetta_db::Db;
+    use vedetta_kv::{Keep, Options, Put, SCHEMA};
+
+    use super::*;
+
+    async fn open(folder: &std::path::Path) -> Store {
+        let mut options = vedetta_db::Options::new(folder.join("vedetta.db"));
+        options.ballast = 0;
+        let keep = Keep { revisions: None, age: None };
+        let db = Db::open(&options, &[SCHEMA]).unwrap();
+        Store::open(db, Options { keep, ..Options::default() }).await.unwrap()
+    }
+
+    fn begin(store: &Store, query: &str) -> (Watch, Revision) {
+        let (path, headers) = (Path::clean(b"/a"), HeaderMap::new());
+        let ask = Ask::parse(path, &Method::GET, &headers, query.as_bytes(), &[]).unwrap();
+        Watch::begin(store, &ask, &CancellationToken::new()).unwrap()
+    }
+
+    #[tokio::test]
+    async fn history_that_goes_before_it_was_read_is_told_as_gone() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = open(folder.path()).await;
+        for key in ["/a", "/b", "/a", "/b"] {
+            store.put(Put::new(key, "")).await.unwrap();
+        }
+        store.close().await;
+        drop(store);
+        // Now it is in the file only.
+        let store = open(folder.path()).await;
+        let (mut finds, index) = begin(&store, "wait=true&waitIndex=3");
+        finds.catch_up(index).await.unwrap();
+        assert_eq!(finds.ready[0].node.modified, 4);
+        let (mut waits, index) = begin(&store, "wait=true&waitIndex=5");
+        waits.catch_up(index).await.unwrap();
+        assert!(waits.ready.is_empty(), "it is caught up, and what it waits for is to come");
+
+        let (mut late, index) = begin(&store, "wait=true&waitIndex=2");
+        store.compact(Revision(4), true).await.unwrap();
+        let cause = "the requested history has been cleared [4/2]";
+        let gone = Error::new(Code::EventIndexCleared, cause, Revision(5));
+        assert_eq!(late.catch_up(index).await, Err(gone));
+        store.put(Put::new("/a", "")).await.unwrap();
+        assert_eq!(waits.next().await.unwrap().node.modified, 6);
+        store.close().await;
+    }
+
+    #[tokio::test]
+    async fn no_more_is_prepared_than_will_be_told() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = open(folder.path()).await;
+        for _ in 0..3 {
+            store.put(Put::new("/a", "")).await.unwrap();
+        }
+        for (query, count) in
+            [("wait=true&waitIndex=2", 1), ("wait=true&stream=true&waitIndex=2", 3)]
+        {
+            let (mut watch, index) = begin(&store, query);
+            watch.catch_up(index).await.unwrap();
+            assert_eq!(watch.ready.len(), count, "{query}");
+        }
+        store.close().await;
     }
 }

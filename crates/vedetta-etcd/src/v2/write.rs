@@ -15,7 +15,7 @@ use super::error::{Code, Error};
 use super::form::{Ask, Compare};
 use super::json::{Event, Node};
 use super::path::Path;
-use super::tree::{Dir, Found, find, look, not_a_directory};
+use super::tree::{Dir, Found, find, look};
 use super::ttl::{self, Expiry};
 
 /// What a change was for v2, kept with its event. 0 is a change that was not made here.
@@ -121,13 +121,15 @@ impl From<KvError> for Refused {
 /// One change being made.
 struct Change<'a, 'u> {
     update: &'a mut Update<'u>,
+    /// Where the store stays if this is refused.
+    index: Revision,
     /// Leases that lost a key, which they may have been made for.
     left: HashSet<LeaseId>,
 }
 
 impl<'a, 'u> Change<'a, 'u> {
     fn new(update: &'a mut Update<'u>) -> Self {
-        Self { update, left: HashSet::new() }
+        Self { index: update.revision(), update, left: HashSet::new() }
     }
 
     fn make(mut self, verb: Verb, ask: &Ask) -> Result<(Event, Revision), Refused> {
@@ -148,7 +150,7 @@ impl<'a, 'u> Change<'a, 'u> {
     }
 
     fn refuse<T>(&self, code: Code, cause: impl Into<Vec<u8>>) -> Result<T, Refused> {
-        Err(Error::new(code, cause, self.update.revision()).into())
+        Err(Error::new(code, cause, self.index).into())
     }
 
     fn check_not_root(&self, path: &Path) -> Result<(), Refused> {
@@ -222,17 +224,16 @@ impl<'a, 'u> Change<'a, 'u> {
             Found::File(file) => self.delete_file(path, &file, tag::DELETE),
             Found::Dir(_) if !ask.dir && !ask.recursive => self.refuse(Code::NotFile, path.bytes()),
             Found::Dir(dir) => {
-                let previous = self.dir(path, &dir);
-                let marker = path.marker();
-                let inside = self.update.list(&path.below())?;
-                let inside: Vec<_> = inside.into_iter().filter(|key| key.key() != marker).collect();
-                if !inside.is_empty() && !ask.recursive {
+                let (previous, inside) = (self.dir(path, &dir), path.inside());
+                // Not listed before it is sure to go: the writer would be held up for nothing.
+                if !ask.recursive && self.update.first(&inside).is_some() {
                     return self.refuse(Code::DirNotEmpty, path.bytes());
                 }
+                let inside = self.update.list(&inside)?;
                 if let Some(marker) = &dir.marker {
                     self.left.extend(marker.lease());
                 }
-                self.update.delete(marker, tag::DELETE)?;
+                self.update.delete(path.marker(), tag::DELETE)?;
                 // A file that the directory hid goes too, or it would come to light.
                 for key in self.update.get(path.bytes()).iter().chain(&inside) {
                     self.remove(key, WITH_DIRECTORY)?;
@@ -318,7 +319,7 @@ impl<'a, 'u> Change<'a, 'u> {
         for (above, marker) in path.ancestors().zip(path.markers_above()) {
             match look(self.update, &above) {
                 Some(Found::Dir(Dir { marker: Some(_), .. })) => {}
-                Some(Found::File(_)) => return Err(not_a_directory(self.update, &above).into()),
+                Some(Found::File(_)) => return self.refuse(Code::NotDir, above.bytes()),
                 Some(Found::Dir(_)) | None => {
                     let write = Write { tag: tag::PART, ..Write::default() };
                     self.update.put(marker, Bytes::new(), write)?;
