@@ -292,7 +292,7 @@ async fn etcdctl_of_v3_prints_the_same() {
 async fn etcdctl_of_v2_and_curl_print_the_same() {
     compare(
         "2",
-        r#"
+        r"
         ls
         get /none
         set /a 1
@@ -381,7 +381,7 @@ async fn etcdctl_of_v2_and_curl_print_the_same() {
         curl http://@server/health
         curl http://@server/v2/machines
         curl -G http://@server/v2/keys/none -d recursive=true -o /dev/null -w '%{http_code}'
-        "#,
+        ",
     )
     .await;
 }

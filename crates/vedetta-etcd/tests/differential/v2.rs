@@ -9,6 +9,7 @@
 //! ```
 
 use std::collections::BTreeMap;
+use std::fmt::Write as _;
 use std::net::SocketAddr;
 
 use futures_util::future::join;
@@ -206,7 +207,8 @@ impl Side {
                 number.strip_prefix('#').map_or((false, number), |number| (true, number));
             let offset: i64 = number.parse().expect("a number in braces");
             let index = self.base.saturating_add_signed(offset);
-            whole.push_str(&if name { format!("{index:020}") } else { index.to_string() });
+            let digits = if name { 20 } else { 0 };
+            let _ = write!(whole, "{index:0digits$}");
             whole.push_str(rest);
         }
         whole
@@ -228,7 +230,7 @@ impl Side {
                 // We have none: a page of another site may not ask.
                 name if name.starts_with("access-control-") => {}
                 "content-length" if answer.body.is_empty() => {
-                    headers.push(format!("{name}: {value}"))
+                    headers.push(format!("{name}: {value}"));
                 }
                 // The body itself is compared, and whether it is chunked depends on its size there.
                 "content-length" | "transfer-encoding" => headers.push("a body".into()),
@@ -323,7 +325,7 @@ fn in_order_names(text: &str, other: impl Fn(&str) -> String) -> String {
         whole.push_str(&rest[..start]);
         let number = &rest[start..start + digits];
         if digits == 20 {
-            whole.push_str(&format!("<20 digits {}>", other(number.trim_start_matches('0'))));
+            let _ = write!(whole, "<20 digits {}>", other(number.trim_start_matches('0')));
         } else {
             whole.push_str(number);
         }

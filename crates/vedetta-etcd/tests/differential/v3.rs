@@ -15,7 +15,9 @@ use std::fmt::Write as _;
 use std::net::SocketAddr;
 
 use futures_util::future::join;
-use prost_reflect::{DynamicMessage, FieldDescriptor, Kind, ReflectMessage as _, Value};
+use prost_reflect::{
+    DynamicMessage, FieldDescriptor, Kind, MessageDescriptor, ReflectMessage as _, Value,
+};
 use tonic::Status;
 
 use crate::cases::{Case, Mismatch, Servers, parse};
@@ -286,13 +288,17 @@ impl Side {
             "authenticate" => ("Auth/Authenticate", &["name", "password"]),
             "txn" => return ("KV/Txn", self.txn(prefix, &mut rest.iter().copied())),
             "watch" => {
-                let create =
-                    self.fields(prefix, message("WatchCreateRequest"), &["key", "range_end"], rest);
+                let create = self.fields(
+                    prefix,
+                    &message("WatchCreateRequest"),
+                    &["key", "range_end"],
+                    rest,
+                );
                 return ("Watch/Watch", wrapped("WatchRequest", "create_request", create));
             }
             "cancel" => {
                 let cancel =
-                    self.fields(prefix, message("WatchCancelRequest"), &["watch_id"], rest);
+                    self.fields(prefix, &message("WatchCancelRequest"), &["watch_id"], rest);
                 return ("Watch/Watch", wrapped("WatchRequest", "cancel_request", cancel));
             }
             "progress" => {
@@ -302,14 +308,14 @@ impl Side {
             "nothing" => return ("Watch/Watch", DynamicMessage::new(message("WatchRequest"))),
             other => panic!("no such line: {other}"),
         };
-        (path, self.fields(prefix, request(path).descriptor(), positions, rest))
+        (path, self.fields(prefix, &request(path).descriptor(), positions, rest))
     }
 
     /// Fills a message: first the fields by position, then by name; a name alone is `true`.
     fn fields(
         &self,
         prefix: &str,
-        descriptor: prost_reflect::MessageDescriptor,
+        descriptor: &MessageDescriptor,
         positions: &[&str],
         words: &[&str],
     ) -> DynamicMessage {
@@ -404,7 +410,7 @@ impl Side {
                     compares.extend(std::iter::repeat_n(last, times(Some(&again)).unwrap_or(1)));
                 }
                 compare if part == "if" => {
-                    compares.push(Value::Message(self.compare(prefix, compare)))
+                    compares.push(Value::Message(self.compare(prefix, compare)));
                 }
                 word => op.push(word),
             }
@@ -425,7 +431,7 @@ impl Side {
             // Its brackets have been read.
             other => panic!("no such operation: {other}"),
         };
-        wrapped("RequestOp", kind, self.fields(prefix, message(name), &positions, &words[1..]))
+        wrapped("RequestOp", kind, self.fields(prefix, &message(name), &positions, &words[1..]))
     }
 
     /// `value(~a)=1`, `mod_revision(~a..~z)>3`.
