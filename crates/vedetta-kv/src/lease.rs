@@ -287,8 +287,9 @@ impl State {
         {
             self.deadlines.pop();
             match self.live.get_mut(&id) {
-                Some(lease) if lease.deadline > now => {
-                    self.deadlines.push(Reverse((lease.deadline, id))); // renewed since
+                // Renewed since. If it is due all the same, then in its new place.
+                Some(lease) if lease.deadline > at => {
+                    self.deadlines.push(Reverse((lease.deadline, id)));
                 }
                 // A lease granted again under the same id may have two entries for a while.
                 Some(lease) if !lease.ending => {
@@ -354,5 +355,16 @@ mod tests {
         assert!(leases.state.lock().take_due(old, 9).is_empty());
         let new = leases.state.lock().live[&id(1)].deadline;
         assert_eq!(leases.state.lock().take_due(new, 9), [id(1)]);
+    }
+
+    #[test]
+    fn a_renewed_lease_that_is_long_due_comes_in_the_order_of_its_new_deadline() {
+        let leases = Leases::default();
+        grant(&leases, 1, 1000);
+        grant(&leases, 2, 1500);
+        leases.publish(&[LeaseChange::Renewed { id: id(1) }], &[]);
+        leases.state.lock().live.get_mut(&id(1)).unwrap().deadline += Duration::from_secs(1);
+        let late = Instant::now() + Duration::from_secs(60);
+        assert_eq!(leases.state.lock().take_due(late, 9), [id(2), id(1)]);
     }
 }
