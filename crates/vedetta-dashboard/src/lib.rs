@@ -16,7 +16,6 @@ mod json;
 mod kv;
 mod leases;
 mod page;
-mod patience;
 mod serve;
 mod watch;
 

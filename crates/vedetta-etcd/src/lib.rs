@@ -3,8 +3,15 @@
 //! Both are views of one keyspace and one revision sequence: what one writes the other sees, under the
 //! same number.
 
+mod authority;
+mod guard;
 mod serve;
+mod tls;
 mod v2;
 mod v3;
 
 pub use serve::{Endpoint, Limits, serve};
+pub use tls::{TlsError, TlsFiles};
+
+/// The release of etcd that is spoken here.
+pub(crate) const ETCD_VERSION: &str = "3.4.23";

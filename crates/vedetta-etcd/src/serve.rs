@@ -1,10 +1,39 @@
-//! Accepting connections, and letting them go.
+//! Accepting connections, finding out what they speak, and letting them go.
 
-use tokio::net::TcpListener;
+use std::net::{IpAddr, Ipv4Addr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Body;
+use axum::http::{Request, Response, StatusCode, Version, header};
+use axum::response::IntoResponse as _;
+use http_body_util::{BodyExt as _, Limited};
+use hyper::body::Incoming;
+use hyper::server::conn::{http1, http2};
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use rustls::ServerConfig;
+use sha2::{Digest as _, Sha256};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
+use tonic::codegen::Service as _;
 use vedetta_kv::Store;
+use vedetta_net::{Patient, accept};
 
-use crate::{v2, v3};
+use crate::authority::Renamed;
+use crate::tls::{self, TlsError, TlsFiles};
+use crate::v3::Grpc;
+use crate::{guard, v2, v3};
+
+/// The least that HTTP/1 can be told to take as a head.
+const LEAST_HEAD: usize = 8 << 10;
+/// How every HTTP/2 connection begins.
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+/// When to look again at a beginning that could become anything.
+const LOOK_AGAIN: Duration = Duration::from_millis(10);
 
 /// What is served.
 #[derive(Clone)]
@@ -12,22 +41,254 @@ pub struct Endpoint {
     pub(crate) store: Store,
     /// The member's name, as etcd's clients show it.
     pub(crate) name: String,
+    /// Where it is served; known once it is.
+    pub(crate) url: String,
     pub(crate) limits: Limits,
+    tls: Option<Arc<ServerConfig>>,
 }
 
 /// How much of the server clients may take.
-#[derive(Debug, Clone, Default)]
-pub struct Limits {}
+#[derive(Debug, Clone)]
+pub struct Limits {
+    /// Connections at once; further ones wait to be accepted.
+    pub connections: usize,
+    /// Requests and watch streams at once on an HTTP/2 connection.
+    pub streams: u32,
+    /// Bytes of a request's head.
+    pub header: usize,
+    /// Bytes of a request's body, except in gRPC, where it is 2 MiB for a message.
+    pub body: usize,
+    /// Time for the TLS handshake, and to show which HTTP is spoken.
+    pub handshake: Duration,
+    /// Time to send a head over HTTP/1, and how long such a connection may be silent before it.
+    pub head: Duration,
+    /// Time to send a body over HTTP/1.
+    pub upload: Duration,
+    /// An HTTP/2 connection that is silent for so long is asked whether it is still there, and has as long
+    /// to answer.
+    pub silence: Duration,
+    /// A client that takes no byte of what is sent to it for so long is let go.
+    pub stall: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            connections: 10_000,
+            streams: 10_000,
+            header: 64 << 10,
+            body: 4 << 20,
+            handshake: Duration::from_secs(10),
+            head: Duration::from_secs(60),
+            upload: Duration::from_secs(30),
+            silence: Duration::from_secs(30),
+            stall: Duration::from_secs(60),
+        }
+    }
+}
 
 impl Endpoint {
     /// Serves `store`.
     pub fn new(store: Store) -> Self {
-        Self { store, name: "vedetta".into(), limits: Limits::default() }
+        let (name, url) = ("vedetta".into(), String::new());
+        Self { store, name, url, limits: Limits::default(), tls: None }
+    }
+
+    /// The same under another name; the ids that clients see come from it.
+    #[must_use]
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.name = name.into();
+        self
+    }
+
+    /// The same with other limits.
+    #[must_use]
+    pub fn limits(mut self, limits: Limits) -> Self {
+        self.limits = limits;
+        self
+    }
+
+    /// The same over TLS only. The files are read now.
+    pub fn tls(mut self, files: &TlsFiles) -> Result<Self, TlsError> {
+        self.tls = Some(tls::load(files)?);
+        Ok(self)
+    }
+
+    pub(crate) fn cluster_id(&self) -> u64 {
+        id("cluster", &self.name)
+    }
+
+    pub(crate) fn member_id(&self) -> u64 {
+        id("member", &self.name)
     }
 }
 
-/// Serves until `stop`.
-pub async fn serve(listener: TcpListener, endpoint: Endpoint, stop: CancellationToken) {
-    let router = v2::router(&endpoint, &stop).merge(v3::router(&endpoint, &stop));
-    let _ = axum::serve(listener, router).with_graceful_shutdown(stop.cancelled_owned()).await;
+/// The same name is the same id after every start.
+fn id(of: &str, name: &str) -> u64 {
+    let hash = Sha256::digest(format!("{of} {name}"));
+    hash.first_chunk().map_or(1, |bytes| u64::from_be_bytes(*bytes))
+}
+
+/// Serves until `stop`; then accepts nothing new, ends watches and keep-alives, finishes the requests that
+/// run, and returns. A client that does not take its answer holds this up for a second. Dropped, it lets
+/// go of all connections at once.
+pub async fn serve(listener: TcpListener, mut endpoint: Endpoint, stop: CancellationToken) {
+    let Ok(address) = listener.local_addr() else { return };
+    let scheme = if endpoint.tls.is_some() { "https" } else { "http" };
+    endpoint.url = format!("{scheme}://{address}");
+    let server = Arc::new(Server {
+        grpc: Grpc::new(&endpoint, &stop),
+        router: v2::router(&endpoint, &stop).merge(v3::router(&endpoint, &stop)),
+        limits: endpoint.limits.clone(),
+        tls: endpoint.tls.clone().map(TlsAcceptor::from),
+        stop: stop.clone(),
+    });
+    let talk = |stream| Arc::clone(&server).converse(stream);
+    accept(listener, endpoint.limits.connections, stop, talk).await;
+}
+
+/// What every connection needs.
+struct Server {
+    grpc: Grpc,
+    router: Router,
+    limits: Limits,
+    tls: Option<TlsAcceptor>,
+    stop: CancellationToken,
+}
+
+impl Server {
+    /// One connection. How it ends is the client's business.
+    async fn converse(self: Arc<Self>, stream: TcpStream) {
+        let local = stream.local_addr().map_or(Ipv4Addr::LOCALHOST.into(), |local| local.ip());
+        let handshake = self.limits.handshake;
+        let stop = self.stop.clone();
+        let patient = |stream| Patient::new(stream, self.limits.stall, stop.clone());
+        let begin = async {
+            match &self.tls {
+                None => sniff(&stream).await.map(|http2| (Wire::Plain(patient(stream)), http2)),
+                Some(acceptor) => {
+                    let stream = acceptor.accept(patient(stream)).await.ok()?;
+                    let http2 = stream.get_ref().1.alpn_protocol() == Some(tls::HTTP2);
+                    Some((Wire::Tls(Box::new(stream)), http2))
+                }
+            }
+        };
+        let begun = tokio::select! {
+            begun = tokio::time::timeout(handshake, begin) => begun,
+            () = stop.cancelled() => return,
+        };
+        match begun {
+            Ok(Some((Wire::Plain(stream), true))) => self.http2(stream, local).await,
+            Ok(Some((Wire::Plain(stream), false))) => self.http1(stream, local).await,
+            Ok(Some((Wire::Tls(stream), true))) => self.http2(stream, local).await,
+            Ok(Some((Wire::Tls(stream), false))) => self.http1(stream, local).await,
+            Ok(None) | Err(_) => {}
+        }
+    }
+
+    async fn http1(self: Arc<Self>, stream: impl Stream, local: IpAddr) {
+        let server = Arc::clone(&self);
+        let service = service_fn(move |request| Arc::clone(&server).answer(request, local));
+        // The head's time also runs while the connection is silent, so a client that says nothing is let go.
+        let connection = http1::Builder::new()
+            .timer(TokioTimer::new())
+            .header_read_timeout(self.limits.head)
+            .max_buf_size(self.limits.header.max(LEAST_HEAD))
+            .serve_connection(TokioIo::new(stream), service);
+        let mut connection = std::pin::pin!(connection);
+        tokio::select! {
+            _ = connection.as_mut() => {}
+            () = self.stop.cancelled() => {
+                connection.as_mut().graceful_shutdown();
+                let _ = connection.await;
+            }
+        }
+    }
+
+    async fn http2(self: Arc<Self>, stream: impl Stream, local: IpAddr) {
+        let server = Arc::clone(&self);
+        let service = service_fn(move |request| Arc::clone(&server).answer(request, local));
+        let connection = http2::Builder::new(TokioExecutor::new())
+            .timer(TokioTimer::new())
+            .max_concurrent_streams(self.limits.streams)
+            .max_header_list_size(u32::try_from(self.limits.header).unwrap_or(u32::MAX))
+            .initial_stream_window_size(1 << 20)
+            .initial_connection_window_size(4 << 20)
+            .keep_alive_interval(self.limits.silence)
+            .keep_alive_timeout(self.limits.silence)
+            .serve_connection(TokioIo::new(Renamed::new(stream)), service);
+        let mut connection = std::pin::pin!(connection);
+        tokio::select! {
+            _ = connection.as_mut() => {}
+            () = self.stop.cancelled() => {
+                connection.as_mut().graceful_shutdown();
+                let _ = connection.await;
+            }
+        }
+    }
+
+    async fn answer(
+        self: Arc<Self>,
+        request: Request<Incoming>,
+        local: IpAddr,
+    ) -> Result<Response<tonic::body::Body>, std::convert::Infallible> {
+        if is_grpc(&request) {
+            return Ok(self.grpc.clone().call(request).await);
+        }
+        let answer = match self.take_in(request, local).await {
+            Ok(request) => self.router.clone().call(request).await?,
+            Err(refused) => refused,
+        };
+        Ok(answer.map(tonic::body::Body::new))
+    }
+
+    /// A request that may be answered, with all of its body.
+    async fn take_in(
+        &self,
+        request: Request<Incoming>,
+        local: IpAddr,
+    ) -> Result<Request<Body>, Response<Body>> {
+        guard::check(&request, local)?;
+        let (head, body) = request.into_parts();
+        let all = Limited::new(body, self.limits.body).collect();
+        match tokio::time::timeout(self.limits.upload, all).await {
+            Ok(Ok(body)) => Ok(Request::from_parts(head, Body::from(body.to_bytes()))),
+            Ok(Err(error)) if error.is::<http_body_util::LengthLimitError>() => {
+                Err((StatusCode::PAYLOAD_TOO_LARGE, "the body is too large\n").into_response())
+            }
+            Ok(Err(_)) => Err((StatusCode::BAD_REQUEST, "the body broke off\n").into_response()),
+            Err(_) => Err((StatusCode::REQUEST_TIMEOUT, "the body is late\n").into_response()),
+        }
+    }
+}
+
+fn is_grpc<B>(request: &Request<B>) -> bool {
+    let kind = request.headers().get(header::CONTENT_TYPE);
+    request.version() == Version::HTTP_2
+        && kind.is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"))
+}
+
+trait Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static {}
+
+impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> Stream for S {}
+
+/// A connection that is ready for HTTP.
+enum Wire {
+    Plain(Patient),
+    Tls(Box<tokio_rustls::server::TlsStream<Patient>>),
+}
+
+/// Whether a connection begins as HTTP/2; nothing is taken from it. `None` when it ended.
+async fn sniff(stream: &TcpStream) -> Option<bool> {
+    let mut begin = [0; PREFACE.len()];
+    loop {
+        let read = stream.peek(&mut begin).await.ok()?;
+        match &begin[..read] {
+            [] => return None,
+            begin if !PREFACE.starts_with(begin) => return Some(false),
+            PREFACE => return Some(true),
+            // Only time tells. The same bytes would be there at once, so it is waited for differently.
+            _ => tokio::time::sleep(LOOK_AGAIN).await,
+        }
+    }
 }

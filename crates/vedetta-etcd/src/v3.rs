@@ -1,10 +1,182 @@
 //! The v3 API: gRPC, and its JSON gateway.
 
+mod gateway;
+mod kv;
+mod lease;
+mod maintenance;
+mod status;
+mod watch;
+mod wire;
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
 use axum::Router;
+use axum::http::{HeaderMap, HeaderValue, Request, Response};
 use tokio_util::sync::CancellationToken;
+use tonic::codegen::Service;
+use tonic::{Code, Status};
+use vedetta_core::{KeyRange, Revision};
+use vedetta_kv::Store;
 
 use crate::Endpoint;
+use proto::ResponseHeader;
 
-pub(crate) fn router(_endpoint: &Endpoint, _stop: &CancellationToken) -> Router {
-    Router::new()
+/// The messages, as `build.rs` makes them.
+#[allow(clippy::pedantic, missing_docs, unreachable_pub)]
+mod proto {
+    tonic::include_proto!("etcdserverpb");
+}
+
+/// What a request may be at most, as etcd has it; above is an error that says so.
+const REQUEST_BYTES: usize = 3 << 19;
+/// What a message may be at most. It is more, so that a request that is somewhat too large still gets the
+/// answer above.
+const MESSAGE_BYTES: usize = REQUEST_BYTES + (512 << 10);
+/// There is one member and no election; a fresh etcd is in its second term.
+pub(crate) const RAFT_TERM: u64 = 2;
+/// How often a watch that asked for it hears where it stands when nothing happens.
+const PROGRESS_EVERY: Duration = Duration::from_secs(600);
+
+/// The JSON gateway.
+pub(crate) fn router(endpoint: &Endpoint, stop: &CancellationToken) -> Router {
+    gateway::router(Grpc::new(endpoint, stop))
+}
+
+/// What the services share.
+#[derive(Clone)]
+struct Api(Arc<Inner>);
+
+struct Inner {
+    store: Store,
+    stop: CancellationToken,
+    name: String,
+    url: String,
+    cluster_id: u64,
+    member_id: u64,
+    progress_every: Duration,
+}
+
+impl Api {
+    fn store(&self) -> &Store {
+        &self.0.store
+    }
+
+    fn header(&self, revision: Revision) -> ResponseHeader {
+        ResponseHeader {
+            cluster_id: self.0.cluster_id,
+            member_id: self.0.member_id,
+            revision: revision.0.cast_signed(),
+            raft_term: RAFT_TERM,
+        }
+    }
+
+    /// For answers that have no revision of their own.
+    fn header_now(&self) -> Option<ResponseHeader> {
+        Some(self.header(self.store().revision()))
+    }
+}
+
+/// The gRPC services.
+#[derive(Clone)]
+pub(crate) struct Grpc {
+    kv: proto::kv_server::KvServer<Api>,
+    watch: proto::watch_server::WatchServer<Api>,
+    lease: proto::lease_server::LeaseServer<Api>,
+    cluster: proto::cluster_server::ClusterServer<Api>,
+    maintenance: proto::maintenance_server::MaintenanceServer<Api>,
+    auth: proto::auth_server::AuthServer<Api>,
+}
+
+impl Grpc {
+    pub(crate) fn new(endpoint: &Endpoint, stop: &CancellationToken) -> Self {
+        let api = Api(Arc::new(Inner {
+            store: endpoint.store.clone(),
+            stop: stop.clone(),
+            name: endpoint.name.clone(),
+            url: endpoint.url.clone(),
+            cluster_id: endpoint.cluster_id(),
+            member_id: endpoint.member_id(),
+            progress_every: PROGRESS_EVERY,
+        }));
+        Self::over(&api)
+    }
+
+    fn over(api: &Api) -> Self {
+        macro_rules! server {
+            ($module:ident :: $server:ident) => {
+                proto::$module::$server::new(api.clone()).max_decoding_message_size(MESSAGE_BYTES)
+            };
+        }
+        Self {
+            kv: server!(kv_server::KvServer),
+            watch: server!(watch_server::WatchServer),
+            lease: server!(lease_server::LeaseServer),
+            cluster: server!(cluster_server::ClusterServer),
+            maintenance: server!(maintenance_server::MaintenanceServer),
+            auth: server!(auth_server::AuthServer),
+        }
+    }
+
+    pub(crate) async fn call<B>(&mut self, request: Request<B>) -> Response<tonic::body::Body>
+    where
+        B: http_body::Body<Data = bytes::Bytes> + Send + 'static,
+        B::Error: Into<Box<dyn std::error::Error + Send + Sync>> + Send,
+    {
+        let service = request.uri().path().get(1..).and_then(|path| path.split_once('/'));
+        let answer: Result<_, Infallible> = match service.map(|(service, _)| service) {
+            Some("etcdserverpb.KV") => self.kv.call(request).await,
+            Some("etcdserverpb.Watch") => self.watch.call(request).await,
+            Some("etcdserverpb.Lease") => self.lease.call(request).await,
+            Some("etcdserverpb.Cluster") => self.cluster.call(request).await,
+            Some("etcdserverpb.Maintenance") => self.maintenance.call(request).await,
+            Some("etcdserverpb.Auth") => self.auth.call(request).await,
+            _ => Ok(unserved().into_http()),
+        };
+        let Ok(mut answer) = answer;
+        reword(answer.headers_mut());
+        answer
+    }
+}
+
+fn unserved() -> Status {
+    Status::unimplemented("vedetta does not serve this call: it has one member and no users")
+}
+
+/// The errors that are not ours: calls nobody knows, and messages that are too large.
+fn reword(headers: &mut HeaderMap) {
+    let Some(code) = headers.get("grpc-status") else { return };
+    let better = match Code::from_bytes(code.as_bytes()) {
+        Code::Unimplemented if !headers.contains_key("grpc-message") => unserved(),
+        Code::OutOfRange | Code::ResourceExhausted if too_large(headers.get("grpc-message")) => {
+            larger_than_max()
+        }
+        _ => return,
+    };
+    let _ = better.add_header(headers);
+}
+
+fn too_large(message: Option<&HeaderValue>) -> bool {
+    let text = message.and_then(|text| text.to_str().ok()).unwrap_or_default();
+    text.contains("length%20too%20large") || text.contains("length too large")
+}
+
+fn larger_than_max() -> Status {
+    let text = format!("grpc: received message larger than max ({MESSAGE_BYTES} bytes)");
+    Status::resource_exhausted(text)
+}
+
+/// The keys that a key and the end of a range stand for.
+fn key_range(key: bytes::Bytes, end: bytes::Bytes) -> KeyRange {
+    match &end[..] {
+        [] => KeyRange::One(key),
+        [0] => KeyRange::From(key),
+        _ => KeyRange::Between(key, end),
+    }
+}
+
+/// A wire's number as a revision, if it is one.
+fn revision(number: i64) -> Option<Revision> {
+    u64::try_from(number).ok().filter(|&number| number > 0).map(Revision)
 }

@@ -35,8 +35,9 @@ pub use request::{
     PutLease, PutValue, Range, Ranged, SortBy, Txn, TxnDone,
 };
 pub use store::{Limits, OpenError, Options, SCHEMA, Status, Store};
-/// Why the database could not store something; part of [`KvError`].
-pub use vedetta_db::CommitError;
+/// Why there is no copy of the store, and why the database could not store something (part of
+/// [`KvError`]).
+pub use vedetta_db::{BackupError, CommitError};
 pub use watch::{Batch, WatchError, WatchOptions, Watcher};
 
 use bytes::Bytes;

@@ -1,12 +1,16 @@
 //! The store as its users hold it.
 
+use std::fs::{self, File};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock};
 use vedetta_core::{KeyRange, Revision};
-use vedetta_db::{CommitError, Db, Mirror, Purpose, Schema, Stop, WriteError, failpoint, rusqlite};
+use vedetta_db::{
+    BackupError, CommitError, Db, Mirror, Purpose, Schema, Stop, WriteError, backup, failpoint,
+    rusqlite,
+};
 
 use crate::compact::{Keep, Sweeper};
 use crate::engine::{self, Draft, Engine};
@@ -176,6 +180,21 @@ impl Store {
             sweeper,
             threads: Arc::new(Threads(Mutex::new(vec![sweeping, fan_out, leases]))),
         })
+    }
+
+    /// A copy of the last commit's state, which [`vedetta_db::backup`] explains. The file has no name
+    /// and is gone once it is closed.
+    pub async fn snapshot(&self) -> Result<File, BackupError> {
+        let database = self.db.file().to_owned();
+        off_the_runtime(move || {
+            let name = format!("snapshot-{:016x}.db", fastrand::u64(..));
+            let target = database.with_file_name(name);
+            backup(&database, &target)?;
+            let opened = File::open(&target);
+            fs::remove_file(&target)?;
+            Ok(opened?)
+        })
+        .await
     }
 
     /// Ends all watches, then the store's threads, then the database below, in that order; returns
@@ -396,6 +415,11 @@ impl Store {
     /// Follows the changes of a range of keys.
     pub fn watch(&self, range: KeyRange, options: WatchOptions) -> Result<Watcher, WatchError> {
         Watcher::new(Arc::clone(&self.shared), self.db.clone(), range, options)
+    }
+
+    /// The newest revision.
+    pub fn revision(&self) -> Revision {
+        self.shared.index.read().revision
     }
 
     /// Where the store stands.

@@ -13,12 +13,15 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt;
-use std::sync::Arc;
+use std::future::poll_fn;
+use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
+use futures_util::task::AtomicWaker;
 use parking_lot::{Condvar, Mutex, RwLock};
-use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 use vedetta_core::{KeyRange, Revision};
 use vedetta_db::{Db, rusqlite};
@@ -30,7 +33,7 @@ use crate::request::KvError;
 use crate::store::Shared;
 use crate::{Change, Event, KeyValue};
 
-/// Bytes of recent events kept in memory for watchers.
+/// Bytes of recent events kept in memory for watchers; what is made of them for a wire comes on top.
 const RING_BYTES: usize = 16 << 20;
 /// About how much a watcher is handed at once; a transaction is never split.
 const BATCH_BYTES: usize = 1 << 20;
@@ -45,7 +48,11 @@ pub(crate) struct Block {
     pub(crate) last: Revision,
     pub(crate) events: Vec<Event>,
     bytes: usize,
+    /// What was made of each event for a wire, in both forms; see [`Batch::encoded`].
+    encoded: OnceLock<Box<[Encoded]>>,
 }
+
+type Encoded = [OnceLock<Bytes>; 2];
 
 impl Block {
     pub(crate) fn new(last: Revision, events: Vec<Event>) -> Self {
@@ -54,7 +61,13 @@ impl Block {
             128 + event.key().len() + value(event.now()) + value(event.previous.as_ref())
         };
         let bytes = events.iter().map(weigh).sum();
-        Self { last, events, bytes }
+        Self { last, events, bytes, encoded: OnceLock::new() }
+    }
+
+    /// Room for the bytes of each event. Not made with the block: the writer would pay for it, also
+    /// when nobody watches.
+    fn encoded(&self) -> &[Encoded] {
+        self.encoded.get_or_init(|| self.events.iter().map(|_| Encoded::default()).collect())
     }
 }
 
@@ -106,7 +119,7 @@ struct Cell {
     /// The first revision it has not been handed, or [`NOTHING`]. While something is owed the watcher
     /// is awake or has a wake-up waiting.
     owed: AtomicU64,
-    wake: Notify,
+    waker: AtomicWaker,
     /// Its place in its group.
     place: AtomicUsize,
 }
@@ -313,7 +326,7 @@ impl Registry {
     }
 
     fn wake_all(&self) {
-        self.groups().flat_map(|group| &group.cells).for_each(|cell| cell.wake.notify_one());
+        self.groups().flat_map(|group| &group.cells).for_each(|cell| cell.waker.wake());
     }
 }
 
@@ -326,7 +339,7 @@ impl Group {
 impl Cell {
     fn owe(&self, revision: Revision) {
         if self.owed.fetch_min(revision.0, Ordering::AcqRel) == NOTHING {
-            self.wake.notify_one();
+            self.waker.wake();
         }
     }
 }
@@ -396,7 +409,7 @@ impl Watcher {
     ) -> Result<Self, WatchError> {
         let cell = Arc::new(Cell {
             owed: AtomicU64::new(NOTHING),
-            wake: Notify::new(),
+            waker: AtomicWaker::new(),
             place: AtomicUsize::new(0),
         });
         // From here on nothing new is missed; what is older is owed.
@@ -422,19 +435,29 @@ impl Watcher {
     ///
     /// Cancel safety: a dropped future loses nothing.
     pub async fn next(&mut self) -> Result<Batch, WatchError> {
+        poll_fn(|cx| self.poll_next(cx)).await
+    }
+
+    /// [`Watcher::next`] for those who wait for many watchers at once.
+    pub fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Result<Batch, WatchError>> {
         loop {
-            tokio::task::coop::consume_budget().await;
-            if self.shared.hub.closed.load(Ordering::Acquire) {
-                return Err(WatchError::Closed);
+            let budget = ready!(tokio::task::coop::poll_proceed(cx));
+            if self.cell.owed.load(Ordering::Acquire) == NOTHING {
+                self.cell.waker.register(cx.waker());
             }
+            // Looked at only now: what came before the waker was there did not wake it.
+            let closed = self.shared.hub.closed.load(Ordering::Acquire);
             let owed = self.cell.owed.load(Ordering::Acquire);
-            if owed == NOTHING {
-                self.cell.wake.notified().await;
-                continue;
+            if owed == NOTHING && !closed {
+                return Poll::Pending;
             }
-            let batch = self.read(Revision(owed).max(self.next)).await?;
+            budget.made_progress();
+            if closed {
+                return Poll::Ready(Err(WatchError::Closed));
+            }
+            let batch = ready!(self.poll_read(cx, Revision(owed).max(self.next)))?;
             if batch.iter().next().is_some() {
-                return Ok(batch);
+                return Poll::Ready(Ok(batch));
             }
         }
     }
@@ -450,7 +473,11 @@ impl Watcher {
         }
     }
 
-    async fn read(&mut self, from: Revision) -> Result<Batch, WatchError> {
+    fn poll_read(
+        &mut self,
+        cx: &mut Context<'_>,
+        from: Revision,
+    ) -> Poll<Result<Batch, WatchError>> {
         // What is marked from here on is owed again; what was marked before is in what we read now.
         self.cell.owed.store(NOTHING, Ordering::Release);
         let Recent { blocks, more } = match self.shared.hub.recent(from, BATCH_BYTES) {
@@ -458,11 +485,14 @@ impl Watcher {
             None => {
                 // Reading the file may be cancelled: until it is done the debt stands.
                 self.cell.owe(from);
-                if self.reading.is_none() {
-                    self.reading = Some(tokio::spawn(self.history(from)));
-                }
-                let read = self.reading.as_mut().expect("just set").await;
-                self.reading = None;
+                let mut reading = match self.reading.take() {
+                    Some(reading) => reading,
+                    None => tokio::spawn(self.history(from)),
+                };
+                let Poll::Ready(read) = Pin::new(&mut reading).poll(cx) else {
+                    self.reading = Some(reading);
+                    return Poll::Pending;
+                };
                 let read = read.unwrap_or(Err(WatchError::Closed)); // with its runtime
                 Recent { blocks: vec![Arc::new(read?)], more: true }
             }
@@ -474,7 +504,7 @@ impl Watcher {
             self.cell.owe(self.next);
         }
         let (range, options) = (self.range.clone(), self.options.clone());
-        Ok(Batch { blocks, from, range, options })
+        Poll::Ready(Ok(Batch { blocks, from, range, options }))
     }
 
     /// Reads rows from the file, keeping what concerns this watcher.
@@ -594,13 +624,33 @@ impl Batch {
     /// The events, in order.
     pub fn iter(&self) -> impl Iterator<Item = &Event> {
         let events = self.blocks.iter().flat_map(|block| &block.events);
-        events.filter(|event| {
-            event.revision >= self.from
-                && match event.change {
-                    Change::Put(_) => !self.options.no_puts,
-                    Change::Delete { .. } => !self.options.no_deletes,
-                }
-                && self.range.contains(event.key())
-        })
+        events.filter(|event| self.concerns(event))
+    }
+
+    /// The events, in order, as bytes for a wire: `encode` is asked once for an event, whatever the
+    /// number of watchers, and its answer kept beside the event. There is one place for bytes with the
+    /// key as it was before and one for bytes without, so all callers must mean the same wire.
+    pub fn encoded(
+        &self,
+        previous: bool,
+        encode: impl Fn(&Event) -> Bytes,
+    ) -> impl Iterator<Item = &Bytes> {
+        let slots = self.blocks.iter().flat_map(|block| block.events.iter().zip(block.encoded()));
+        let wanted = slots.filter(|(event, _)| self.concerns(event));
+        wanted.map(move |(event, slot)| slot[usize::from(previous)].get_or_init(|| encode(event)))
+    }
+
+    /// Everything up to this revision was handed out with this batch or before.
+    pub fn last(&self) -> Revision {
+        self.blocks.last().map_or(self.from, |block| block.last)
+    }
+
+    fn concerns(&self, event: &Event) -> bool {
+        event.revision >= self.from
+            && match event.change {
+                Change::Put(_) => !self.options.no_puts,
+                Change::Delete { .. } => !self.options.no_deletes,
+            }
+            && self.range.contains(event.key())
     }
 }

@@ -15,7 +15,7 @@ const STOPPING: Duration = Duration::from_secs(1);
 
 /// A connection that fails when its client takes no byte of what is sent for too long. Without it such
 /// a client would keep its place, and a watch, for ever.
-pub(crate) struct Patient {
+pub struct Patient {
     stream: TcpStream,
     limit: Duration,
     stop: CancellationToken,
@@ -24,7 +24,8 @@ pub(crate) struct Patient {
 }
 
 impl Patient {
-    pub(crate) fn new(stream: TcpStream, limit: Duration, stop: CancellationToken) -> Self {
+    /// `limit` is how long a client may take nothing; from `stop` on it is a second at most.
+    pub fn new(stream: TcpStream, limit: Duration, stop: CancellationToken) -> Self {
         Self { stream, limit, stop, stalled: None }
     }
 

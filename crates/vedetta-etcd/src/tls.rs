@@ -1,0 +1,98 @@
+//! TLS: which files, and what can be wrong with them.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustls::crypto::ring;
+use rustls::pki_types::pem::{self, PemObject as _};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::{VerifierBuilderError, WebPkiClientVerifier};
+use rustls::{RootCertStore, ServerConfig};
+
+/// The protocols over TLS, the better one first.
+pub(crate) const HTTP2: &[u8] = b"h2";
+const HTTP1: &[u8] = b"http/1.1";
+
+/// What TLS needs, in PEM.
+#[derive(Debug, Clone)]
+pub struct TlsFiles {
+    /// The server's certificate, then those between it and its authority.
+    pub cert: PathBuf,
+    /// The certificate's private key.
+    pub key: PathBuf,
+    /// Who may sign clients' certificates. When given, a client must show one.
+    pub client_ca: Option<PathBuf>,
+}
+
+/// Why there can be no TLS with these files.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TlsError {
+    /// Check the path, the permissions, and that it is PEM.
+    #[error("cannot read {}", path.display())]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        #[source]
+        source: pem::Error,
+    },
+    /// Give a file with certificates.
+    #[error("{} has no certificate in it", .0.display())]
+    NoCertificate(PathBuf),
+    /// Give the certificate and the key that belong together.
+    #[error("the certificate in {} cannot be used with that key", path.display())]
+    Unusable {
+        /// The certificate's file.
+        path: PathBuf,
+        /// What is wrong with it.
+        #[source]
+        source: rustls::Error,
+    },
+    /// Give certificates of authorities.
+    #[error("the certificates in {} cannot vouch for clients", path.display())]
+    NoAuthority {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        #[source]
+        source: VerifierBuilderError,
+    },
+}
+
+/// Reads the files.
+pub(crate) fn load(files: &TlsFiles) -> Result<Arc<ServerConfig>, TlsError> {
+    let provider = Arc::new(ring::default_provider());
+    let versions = ServerConfig::builder_with_provider(Arc::clone(&provider))
+        .with_safe_default_protocol_versions()
+        .map_err(|source| TlsError::Unusable { path: files.cert.clone(), source })?;
+    let verified = match &files.client_ca {
+        None => versions.with_no_client_auth(),
+        Some(path) => {
+            let mut authorities = RootCertStore::empty();
+            authorities.add_parsable_certificates(certificates(path)?);
+            let verifier =
+                WebPkiClientVerifier::builder_with_provider(Arc::new(authorities), provider)
+                    .build()
+                    .map_err(|source| TlsError::NoAuthority { path: path.clone(), source })?;
+            versions.with_client_cert_verifier(verifier)
+        }
+    };
+    let unreadable = |source| TlsError::Unreadable { path: files.key.clone(), source };
+    let key = PrivateKeyDer::from_pem_file(&files.key).map_err(unreadable)?;
+    let mut config = verified
+        .with_single_cert(certificates(&files.cert)?, key)
+        .map_err(|source| TlsError::Unusable { path: files.cert.clone(), source })?;
+    config.alpn_protocols = vec![HTTP2.to_vec(), HTTP1.to_vec()];
+    Ok(Arc::new(config))
+}
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    let unreadable = |source| TlsError::Unreadable { path: path.to_owned(), source };
+    let all = CertificateDer::pem_file_iter(path).map_err(unreadable)?;
+    let all: Vec<_> = all.collect::<Result<_, _>>().map_err(unreadable)?;
+    if all.is_empty() {
+        return Err(TlsError::NoCertificate(path.to_owned()));
+    }
+    Ok(all)
+}

@@ -1,0 +1,354 @@
+//! Watching: many watches on one stream.
+//!
+//! ```text
+//!  requests ─► create ──► Follow ─┐
+//!              cancel ─x─ Follow ─┼─ whoever has events, in turn ─► answers
+//!              progress   Follow ─┘
+//! ```
+//!
+//! The stream of answers is all there is: polled by the connection it takes a request, lets a watch that
+//! has events answer, and so on in turn. No task and no queue stand between the store and the connection,
+//! so a client that does not read stops its own watches and nothing else, and one that goes away takes its
+//! watches along.
+
+use std::collections::{HashMap, VecDeque};
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::Stream;
+use futures_util::stream::FuturesUnordered;
+use tokio::sync::oneshot;
+use tokio::time::{Instant, Interval, MissedTickBehavior, Sleep};
+use tokio_util::sync::WaitForCancellationFutureOwned;
+use tonic::{Request, Response, Status, Streaming};
+use vedetta_core::{KeyRange, Revision};
+use vedetta_kv::{Batch, WatchError, WatchOptions, Watcher};
+
+use super::proto::watch_create_request::FilterType;
+use super::proto::watch_request::RequestUnion;
+use super::proto::watch_server::Watch;
+use super::proto::{WatchCreateRequest, WatchRequest};
+use super::wire::{Events, WatchResponse};
+use super::{Api, MESSAGE_BYTES, key_range, revision, status};
+
+/// The id of answers that are about no watch, or about one that was not made.
+const NO_WATCH: i64 = -1;
+/// When to look again whether everybody has caught up.
+const LOOK_AGAIN: Duration = Duration::from_millis(2);
+
+#[tonic::async_trait]
+impl Watch for Api {
+    type WatchStream = Session;
+
+    async fn watch(
+        &self,
+        request: Request<Streaming<WatchRequest>>,
+    ) -> Result<Response<Session>, Status> {
+        Ok(Response::new(Session::new(self.clone(), request.into_inner())))
+    }
+}
+
+/// The watches of one stream.
+pub(crate) struct Session {
+    api: Api,
+    /// `None` once the client has nothing more to say; it still listens.
+    requests: Option<Streaming<WatchRequest>>,
+    /// By id. Dropping what is here cancels the watch.
+    watches: HashMap<i64, oneshot::Sender<()>>,
+    following: FuturesUnordered<Follow>,
+    next_id: i64,
+    /// Sent before anything else is looked at, so it holds what one request or one batch led to.
+    ready: VecDeque<WatchResponse>,
+    /// Somebody wants to know when everything up to a revision was sent.
+    asked: Option<Asked>,
+    /// Ticks for the watches that want to hear of progress; there from the first of them on.
+    ticks: Option<Interval>,
+    stop: Pin<Box<WaitForCancellationFutureOwned>>,
+    ended: bool,
+}
+
+struct Asked {
+    at: Revision,
+    again: Pin<Box<Sleep>>,
+}
+
+/// A watch that waits for events.
+struct Follow {
+    id: i64,
+    /// Taken when there is something to tell.
+    watcher: Option<Watcher>,
+    cancelled: oneshot::Receiver<()>,
+    previous: bool,
+    fragment: bool,
+    notify: bool,
+    /// Nothing was sent since the last tick.
+    quiet: bool,
+}
+
+/// Why a watch stopped waiting.
+enum Turn {
+    Events(Follow, Watcher, Batch),
+    Ended(i64, WatchError),
+    Cancelled,
+}
+
+impl Future for Follow {
+    type Output = Turn;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Turn> {
+        if Pin::new(&mut self.cancelled).poll(cx).is_ready() {
+            return Poll::Ready(Turn::Cancelled);
+        }
+        let Some(watcher) = &mut self.watcher else { return Poll::Ready(Turn::Cancelled) };
+        let Poll::Ready(next) = watcher.poll_next(cx) else { return Poll::Pending };
+        Poll::Ready(match (next, self.watcher.take()) {
+            (Ok(batch), Some(watcher)) => {
+                let cancelled = std::mem::replace(&mut self.cancelled, oneshot::channel().1);
+                let follow = Follow { watcher: None, cancelled, ..*self };
+                Turn::Events(follow, watcher, batch)
+            }
+            (Err(error), _) => Turn::Ended(self.id, error),
+            (Ok(_), None) => Turn::Cancelled,
+        })
+    }
+}
+
+impl Session {
+    fn new(api: Api, requests: Streaming<WatchRequest>) -> Self {
+        Self {
+            stop: Box::pin(api.0.stop.clone().cancelled_owned()),
+            api,
+            requests: Some(requests),
+            watches: HashMap::new(),
+            following: FuturesUnordered::new(),
+            next_id: 0,
+            ready: VecDeque::new(),
+            asked: None,
+            ticks: None,
+            ended: false,
+        }
+    }
+
+    fn answer(&mut self, revision: Revision, watch_id: i64) -> WatchResponse {
+        WatchResponse { header: self.api.header(revision), watch_id, ..Default::default() }
+    }
+
+    fn handle(&mut self, request: WatchRequest) {
+        let now = self.api.store().revision();
+        match request.request_union {
+            Some(RequestUnion::CreateRequest(create)) => self.create(create, now),
+            Some(RequestUnion::CancelRequest(cancel)) => {
+                if self.watches.remove(&cancel.watch_id).is_some() {
+                    let answer = self.answer(now, cancel.watch_id);
+                    self.ready.push_back(WatchResponse { canceled: true, ..answer });
+                }
+            }
+            Some(RequestUnion::ProgressRequest(_)) => {
+                self.asked =
+                    Some(Asked { at: now, again: Box::pin(tokio::time::sleep(LOOK_AGAIN)) });
+                self.tell_progress();
+            }
+            None => {}
+        }
+    }
+
+    fn create(&mut self, request: WatchCreateRequest, now: Revision) {
+        let (id, range) = match self.claim(&request) {
+            Ok(claimed) => claimed,
+            Err(why) => {
+                let answer = self.answer(now, NO_WATCH);
+                let cancel_reason = why.into();
+                self.ready.push_back(WatchResponse {
+                    created: true,
+                    canceled: true,
+                    cancel_reason,
+                    ..answer
+                });
+                return;
+            }
+        };
+        let created = WatchResponse { created: true, ..self.answer(now, id) };
+        self.ready.push_back(created);
+        let without = |filter: FilterType| request.filters.contains(&filter.into());
+        let options = WatchOptions {
+            // Before 1 there is nothing; what is negative is older than all that is kept.
+            from: match request.start_revision {
+                0 => Some(now.next()),
+                start => Some(revision(start).unwrap_or(Revision(0))),
+            },
+            previous: request.prev_kv,
+            no_puts: without(FilterType::Noput),
+            no_deletes: without(FilterType::Nodelete),
+        };
+        match self.api.store().watch(range, options) {
+            Ok(watcher) => {
+                let (cancel, cancelled) = oneshot::channel();
+                self.watches.insert(id, cancel);
+                if request.progress_notify && self.ticks.is_none() {
+                    let every = self.api.0.progress_every;
+                    let mut ticks = tokio::time::interval_at(Instant::now() + every, every);
+                    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+                    self.ticks = Some(ticks);
+                }
+                self.following.push(Follow {
+                    id,
+                    watcher: Some(watcher),
+                    cancelled,
+                    previous: request.prev_kv,
+                    fragment: request.fragment,
+                    notify: request.progress_notify,
+                    quiet: true,
+                });
+            }
+            Err(error) => self.end(id, error),
+        }
+    }
+
+    /// The id a watch gets, and what it watches; or why there can be no such watch.
+    fn claim(&mut self, request: &WatchCreateRequest) -> Result<(i64, KeyRange), &'static str> {
+        let key = match request.key.is_empty() {
+            true => Bytes::from_static(&[0]),
+            false => request.key.clone(),
+        };
+        let range = key_range(key, request.range_end.clone());
+        if range.is_empty() {
+            return Err("mvcc: watcher range is empty");
+        }
+        if request.watch_id != 0 {
+            if self.watches.contains_key(&request.watch_id) {
+                return Err("mvcc: duplicate watch ID provided on the WatchStream");
+            }
+            return Ok((request.watch_id, range));
+        }
+        while self.watches.contains_key(&self.next_id) {
+            self.next_id += 1;
+        }
+        self.next_id += 1;
+        Ok((self.next_id - 1, range))
+    }
+
+    fn take_turn(&mut self, turn: Turn) {
+        match turn {
+            Turn::Events(follow, watcher, batch) => {
+                let (id, last) = (follow.id, batch.last());
+                let events = Events::all(batch, follow.previous);
+                let most = if follow.fragment { MESSAGE_BYTES } else { usize::MAX };
+                let mut pieces = events.pieces(most).into_iter().peekable();
+                while let Some(piece) = pieces.next() {
+                    let (events, fragment) = (Some(piece), pieces.peek().is_some());
+                    let answer = self.answer(last, id);
+                    self.ready.push_back(WatchResponse { events, fragment, ..answer });
+                }
+                let watcher = Some(watcher);
+                self.following.push(Follow { watcher, quiet: false, ..follow });
+            }
+            Turn::Ended(id, error) => self.end(id, error),
+            Turn::Cancelled => {}
+        }
+    }
+
+    fn end(&mut self, id: i64, error: WatchError) {
+        self.watches.remove(&id);
+        let answer = self.answer(Revision(0), id);
+        let answer = WatchResponse { canceled: true, ..answer };
+        match error {
+            WatchError::Compacted { oldest, .. } => {
+                let compact_revision = oldest.0.cast_signed();
+                self.ready.push_back(WatchResponse { compact_revision, ..answer });
+            }
+            WatchError::Closed => self.ended = true,
+            other => {
+                tracing::error!(error = %other, "a watch failed");
+                let cancel_reason = other.to_string();
+                self.ready.push_back(WatchResponse { cancel_reason, ..answer });
+            }
+        }
+    }
+
+    /// Answers who asked for progress, once nobody is owed anything up to there.
+    fn tell_progress(&mut self) {
+        let Some(asked) = &self.asked else { return };
+        let watchers = self.following.iter().filter_map(|follow| follow.watcher.as_ref());
+        let done = watchers.map(Watcher::progress).min().unwrap_or(asked.at);
+        if done >= asked.at {
+            self.asked = None;
+            let answer = self.answer(done, NO_WATCH);
+            self.ready.push_back(answer);
+        }
+    }
+
+    fn tick(&mut self) {
+        let api = self.api.clone();
+        for follow in self.following.iter_mut().filter(|follow| follow.notify) {
+            if let Some(watcher) = follow.watcher.as_ref().filter(|_| follow.quiet) {
+                let header = api.header(watcher.progress());
+                let watch_id = follow.id;
+                self.ready.push_back(WatchResponse { header, watch_id, ..Default::default() });
+            }
+            follow.quiet = true;
+        }
+    }
+
+    /// One request and one turn; whether there was something to do.
+    fn advance(&mut self, cx: &mut Context<'_>) -> Result<bool, Status> {
+        let mut busy = false;
+        if let Some(requests) = &mut self.requests {
+            match Pin::new(requests).poll_next(cx) {
+                Poll::Ready(Some(request)) => {
+                    self.handle(request?);
+                    busy = true;
+                }
+                Poll::Ready(None) => self.requests = None,
+                Poll::Pending => {}
+            }
+        }
+        if let Poll::Ready(Some(turn)) = Pin::new(&mut self.following).poll_next(cx) {
+            self.take_turn(turn);
+            busy = true;
+        }
+        if let Some(asked) = &mut self.asked
+            && asked.again.as_mut().poll(cx).is_ready()
+        {
+            asked.again.as_mut().reset(Instant::now() + LOOK_AGAIN);
+            self.tell_progress();
+            busy = true;
+        }
+        if let Some(ticks) = &mut self.ticks
+            && ticks.poll_tick(cx).is_ready()
+        {
+            self.tick();
+            busy = true;
+        }
+        Ok(busy)
+    }
+}
+
+impl Stream for Session {
+    type Item = Result<WatchResponse, Status>;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let session = &mut *self;
+        loop {
+            if let Some(answer) = session.ready.pop_front() {
+                return Poll::Ready(Some(Ok(answer)));
+            }
+            if session.ended {
+                return Poll::Ready(None);
+            }
+            if session.stop.as_mut().poll(cx).is_ready() {
+                session.ended = true;
+                return Poll::Ready(Some(Err(status::stopped())));
+            }
+            match session.advance(cx) {
+                Ok(true) => {}
+                Ok(false) => return Poll::Pending,
+                Err(error) => {
+                    session.ended = true;
+                    return Poll::Ready(Some(Err(error)));
+                }
+            }
+        }
+    }
+}
