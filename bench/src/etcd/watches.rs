@@ -22,7 +22,7 @@ use super::sides::Figures;
 const VALUE: usize = 128;
 /// Connections of the watchers, and streams on each.
 const CONNECTIONS: u64 = 10;
-const STREAMS: u64 = 10;
+const STREAMS: u64 = 1;
 /// An event that takes longer is missing.
 const PATIENCE: Duration = Duration::from_secs(30);
 
