@@ -9,7 +9,9 @@ use anyhow::Context as _;
 use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
 use h2::client::{ResponseFuture, SendRequest};
 use h2::{RecvStream, SendStream};
-use http::{HeaderMap, Method, Request, Uri, Version};
+use http::header::{CONTENT_TYPE, TE};
+use http::uri::{self, Authority, PathAndQuery, Scheme};
+use http::{HeaderMap, HeaderValue, Method, Request, Uri};
 use prost::Message;
 use tokio::net::TcpStream;
 
@@ -26,7 +28,7 @@ const PREFIX: usize = 5;
 /// One connection; its clones call over the same.
 #[derive(Clone)]
 pub(crate) struct Connection {
-    address: SocketAddr,
+    to: Authority,
     sender: SendRequest<Bytes>,
 }
 
@@ -41,7 +43,7 @@ impl Connection {
             .await?;
         // Ends with the last sender, or with the server; callers see that themselves.
         tokio::spawn(connection);
-        Ok(Self { address, sender })
+        Ok(Self { to: address.to_string().parse()?, sender })
     }
 
     /// As many as asked for.
@@ -84,14 +86,16 @@ impl Connection {
         method: &'static str,
     ) -> anyhow::Result<(ResponseFuture, SendStream<Bytes>)> {
         std::future::poll_fn(|context| self.sender.poll_ready(context)).await?;
-        let to = Uri::builder().scheme("http").authority(self.address.to_string());
-        let request = Request::builder()
-            .method(Method::POST)
-            .version(Version::HTTP_2)
-            .uri(to.path_and_query(method).build()?)
-            .header("content-type", "application/grpc")
-            .header("te", "trailers")
-            .body(())?;
+        let mut to = uri::Parts::default();
+        to.scheme = Some(Scheme::HTTP);
+        to.authority = Some(self.to.clone());
+        to.path_and_query = Some(PathAndQuery::from_static(method));
+        let mut request = Request::new(());
+        *request.method_mut() = Method::POST;
+        *request.uri_mut() = Uri::from_parts(to)?;
+        let headers = request.headers_mut();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+        headers.insert(TE, HeaderValue::from_static("trailers"));
         Ok(self.sender.send_request(request, false)?)
     }
 }
