@@ -1,4 +1,5 @@
-//! Serves a data folder as etcd: `cargo run -p vedetta-etcd --example serve -- FOLDER [PORT]`, until Ctrl-C.
+//! Serves a data folder as etcd until Ctrl-C:
+//! `cargo run -p vedetta-etcd --example serve -- FOLDER [PORT [CERT KEY [CLIENT_CA]]]`
 
 use std::error::Error;
 use std::net::Ipv4Addr;
@@ -7,7 +8,7 @@ use std::path::PathBuf;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use vedetta_db::{DataFolder, Db};
-use vedetta_etcd::{Endpoint, serve};
+use vedetta_etcd::{Endpoint, TlsFiles, serve};
 use vedetta_kv::{Options, SCHEMA, Store};
 
 #[tokio::main]
@@ -18,10 +19,15 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let folder = DataFolder::open(&folder)?;
     let db = Db::open(&vedetta_db::Options::new(folder.database()), &[SCHEMA])?;
     let store = Store::open(db, Options::default()).await?;
+    let mut endpoint = Endpoint::new(store.clone());
+    let mut file = || arguments.next().map(PathBuf::from);
+    if let (Some(cert), Some(key), client_ca) = (file(), file(), file()) {
+        endpoint = endpoint.tls(&TlsFiles { cert, key, client_ca })?;
+    }
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await?;
-    println!("http://{}", listener.local_addr()?);
+    println!("{}", listener.local_addr()?);
     let stop = CancellationToken::new();
-    let serving = tokio::spawn(serve(listener, Endpoint::new(store.clone()), stop.clone()));
+    let serving = tokio::spawn(serve(listener, endpoint, stop.clone()));
     tokio::signal::ctrl_c().await?;
     stop.cancel();
     serving.await?;

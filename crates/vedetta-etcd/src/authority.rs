@@ -23,8 +23,8 @@ use bytes::{Buf as _, BufMut as _, BytesMut};
 use httlib_huffman::DecoderSpeed;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// The name for those that have none.
-const NAME: &[u8] = b"localhost";
+/// The name for those that have none, with its length.
+const NAME: &[u8] = b"\x09localhost";
 /// Bytes of the preface, and of the head of a frame.
 const PREFACE: usize = 24;
 const FRAME: usize = 9;
@@ -97,10 +97,9 @@ impl<S> Renamed<S> {
 
     /// Takes over a frame with another name in `place`.
     fn rename(&mut self, frame: &[u8], place: Range<usize>) {
-        let size = frame.len() - FRAME - place.len() + 1 + NAME.len();
+        let size = frame.len() - FRAME - place.len() + NAME.len();
         self.ready.put_uint(size as u64, 3);
         self.ready.extend_from_slice(&frame[3..place.start]);
-        self.ready.put_u8(NAME.len() as u8);
         self.ready.extend_from_slice(NAME);
         self.ready.extend_from_slice(&frame[place.end..]);
     }
@@ -117,7 +116,7 @@ enum Name {
 
 fn name(frame: &[u8], flags: u8) -> Name {
     let mut at = FRAME;
-    at += if flags & PADDED == 0 { 0 } else { 1 };
+    at += usize::from(flags & PADDED != 0);
     at += if flags & PRIORITY == 0 { 0 } else { 5 };
     find(frame, at).unwrap_or(Name::Elsewhere)
 }
@@ -297,7 +296,7 @@ mod tests {
                 };
                 let mut got = Vec::new();
                 let mut renamed = Renamed::new(server);
-                let (_, read) = tokio::join!(write, renamed.read_to_end(&mut got));
+                let ((), read) = tokio::join!(write, renamed.read_to_end(&mut got));
                 read.unwrap();
                 assert_eq!(got, want, "{authority:?} in pieces of {piece}");
             }

@@ -8,10 +8,12 @@ use std::net::IpAddr;
 
 use axum::http::uri::Authority;
 use axum::http::{HeaderMap, HeaderName, Request, StatusCode, header};
-use axum::response::{IntoResponse as _, Response};
+
+/// A status, and why.
+pub(crate) type Refusal = (StatusCode, &'static str);
 
 /// Refuses what a page of another site asks. `local` is the address the connection came in on.
-pub(crate) fn check<B>(request: &Request<B>, local: IpAddr) -> Result<(), Response> {
+pub(crate) fn check<B>(request: &Request<B>, local: IpAddr) -> Result<(), Refusal> {
     let headers = request.headers();
     // HTTP/2 has it in the URI.
     let host = match request.uri().authority() {
@@ -20,7 +22,7 @@ pub(crate) fn check<B>(request: &Request<B>, local: IpAddr) -> Result<(), Respon
     };
     if host.is_some_and(|host| !is_known(host, local)) {
         let text = "this server has another name: use its address, or localhost\n";
-        return Err((StatusCode::MISDIRECTED_REQUEST, text).into_response());
+        return Err((StatusCode::MISDIRECTED_REQUEST, text));
     }
     let site = text(headers, &HeaderName::from_static("sec-fetch-site"));
     let same_site = matches!(site, None | Some("same-origin" | "none"));
@@ -31,7 +33,7 @@ pub(crate) fn check<B>(request: &Request<B>, local: IpAddr) -> Result<(), Respon
     if same_site && same_origin {
         return Ok(());
     }
-    Err((StatusCode::FORBIDDEN, "a page of another site may not ask\n").into_response())
+    Err((StatusCode::FORBIDDEN, "a page of another site may not ask\n"))
 }
 
 /// A header as text; one that is not text is no value that we know.
@@ -60,7 +62,7 @@ mod tests {
             request = request.header(*name, *value);
         }
         let checked = check(&request.body(()).unwrap(), local.parse().unwrap());
-        checked.map_or_else(|refused| refused.status().as_u16(), |()| 200)
+        checked.map_or_else(|(status, _)| status.as_u16(), |()| 200)
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::Body;
 use axum::http::{Request, Response, StatusCode, Version, header};
-use axum::response::IntoResponse as _;
+use axum::response::IntoResponse;
 use http_body_util::{BodyExt as _, Limited};
 use hyper::body::Incoming;
 use hyper::server::conn::{http1, http2};
@@ -163,7 +163,7 @@ impl Server {
         let handshake = self.limits.handshake;
         let stop = self.stop.clone();
         let patient = |stream| Patient::new(stream, self.limits.stall, stop.clone());
-        let begin = async {
+        let hello = async {
             match &self.tls {
                 None => sniff(&stream).await.map(|http2| (Wire::Plain(patient(stream)), http2)),
                 Some(acceptor) => {
@@ -174,7 +174,7 @@ impl Server {
             }
         };
         let begun = tokio::select! {
-            begun = tokio::time::timeout(handshake, begin) => begun,
+            begun = tokio::time::timeout(handshake, hello) => begun,
             () = stop.cancelled() => return,
         };
         match begun {
@@ -248,7 +248,7 @@ impl Server {
         request: Request<Incoming>,
         local: IpAddr,
     ) -> Result<Request<Body>, Response<Body>> {
-        guard::check(&request, local)?;
+        guard::check(&request, local).map_err(IntoResponse::into_response)?;
         let (head, body) = request.into_parts();
         let all = Limited::new(body, self.limits.body).collect();
         match tokio::time::timeout(self.limits.upload, all).await {

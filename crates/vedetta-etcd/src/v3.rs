@@ -24,7 +24,7 @@ use crate::Endpoint;
 use proto::ResponseHeader;
 
 /// The messages, as `build.rs` makes them.
-#[allow(clippy::pedantic, missing_docs, unreachable_pub)]
+#[allow(clippy::all, clippy::pedantic, missing_docs, unreachable_pub)]
 mod proto {
     tonic::include_proto!("etcdserverpb");
 }
@@ -41,7 +41,7 @@ const PROGRESS_EVERY: Duration = Duration::from_secs(600);
 
 /// The JSON gateway.
 pub(crate) fn router(endpoint: &Endpoint, stop: &CancellationToken) -> Router {
-    gateway::router(Grpc::new(endpoint, stop))
+    gateway::router(&Grpc::new(endpoint, stop))
 }
 
 /// What the services share.
@@ -73,8 +73,8 @@ impl Api {
     }
 
     /// For answers that have no revision of their own.
-    fn header_now(&self) -> Option<ResponseHeader> {
-        Some(self.header(self.store().revision()))
+    fn header_now(&self) -> ResponseHeader {
+        self.header(self.store().revision())
     }
 }
 
@@ -179,4 +179,47 @@ fn key_range(key: bytes::Bytes, end: bytes::Bytes) -> KeyRange {
 /// A wire's number as a revision, if it is one.
 fn revision(number: i64) -> Option<Revision> {
     u64::try_from(number).ok().filter(|&number| number > 0).map(Revision)
+}
+
+#[cfg(test)]
+mod tests {
+    use tempfile::TempDir;
+    use vedetta_db::Db;
+    use vedetta_kv::{Options, SCHEMA};
+
+    use super::*;
+
+    /// A store in a folder of its own.
+    pub(super) async fn store() -> (TempDir, Store) {
+        let folder = tempfile::tempdir().unwrap();
+        let options = vedetta_db::Options::new(folder.path().join("vedetta.db"));
+        let db = Db::open(&options, &[SCHEMA]).unwrap();
+        (folder, Store::open(db, Options::default()).await.unwrap())
+    }
+
+    /// The API over it; a watch hears of progress every few milliseconds.
+    pub(super) fn api(store: Store) -> Api {
+        Api(Arc::new(Inner {
+            store,
+            stop: CancellationToken::new(),
+            name: "n".into(),
+            url: String::new(),
+            cluster_id: 1,
+            member_id: 2,
+            progress_every: Duration::from_millis(5),
+        }))
+    }
+
+    #[test]
+    fn errors_that_are_not_ours_get_our_words() {
+        let mut unknown = HeaderMap::new();
+        Status::new(Code::Unimplemented, "").add_header(&mut unknown).unwrap();
+        reword(&mut unknown);
+        assert!(Status::from_header_map(&unknown).unwrap().message().contains("does not serve"));
+        let mut ours = HeaderMap::new();
+        Status::new(Code::OutOfRange, "compacted").add_header(&mut ours).unwrap();
+        reword(&mut ours);
+        let ours = Status::from_header_map(&ours).unwrap();
+        assert_eq!((ours.code(), ours.message()), (Code::OutOfRange, "compacted"));
+    }
 }

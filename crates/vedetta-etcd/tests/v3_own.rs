@@ -24,12 +24,12 @@ use etcdserverpb::watch_client::WatchClient;
 use etcdserverpb::watch_request::RequestUnion;
 use etcdserverpb::*;
 
-#[allow(clippy::pedantic, missing_docs, unreachable_pub, dead_code)]
+#[allow(clippy::all, clippy::pedantic, missing_docs, unreachable_pub, dead_code)]
 mod etcdserverpb {
     include!(concat!(env!("OUT_DIR"), "/client/etcdserverpb.rs"));
 }
 
-#[allow(clippy::pedantic, missing_docs, unreachable_pub, dead_code)]
+#[allow(clippy::all, clippy::pedantic, missing_docs, unreachable_pub, dead_code)]
 mod mvccpb {
     include!(concat!(env!("OUT_DIR"), "/client/mvccpb.rs"));
 }

@@ -380,3 +380,37 @@ async fn a_watcher_reading_history_is_not_ahead_of_readers_and_knows_the_previou
     assert_eq!(last[0].previous.as_ref().unwrap().value(), b"two");
     store.close().await;
 }
+
+#[tokio::test]
+async fn an_event_is_encoded_once_for_all_its_watchers() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = open(folder.path()).await;
+    let mut watchers: Vec<_> = (0..3).map(|_| watch(&store, KeyRange::prefix("k"))).collect();
+    watchers.push(watch(&store, one("k2")));
+    for key in ["k1", "k2", "other"] {
+        put(&store, key, "v").await;
+    }
+    let encoded = Mutex::new(Vec::new());
+    let encode = |form: &str, event: &Event| {
+        let text = format!("{form} {}", event.key().escape_ascii());
+        encoded.lock().unwrap().push(text.clone());
+        text.into()
+    };
+    for (n, mut watcher) in watchers.into_iter().enumerate() {
+        let keys = if n == 3 { vec!["k2"] } else { vec!["k1", "k2"] };
+        let (mut plain, mut with) = (Vec::new(), Vec::new());
+        while plain.len() < keys.len() {
+            let batch = soon(watcher.next()).await.unwrap();
+            plain.extend(batch.encoded(false, |event| encode("plain", event)).cloned());
+            with.extend(batch.encoded(true, |event| encode("with", event)).cloned());
+            assert!(batch.last() >= batch.iter().last().unwrap().revision);
+        }
+        for (form, got) in [("plain", plain), ("with", with)] {
+            assert_eq!(got, keys.iter().map(|key| format!("{form} {key}")).collect::<Vec<_>>());
+        }
+    }
+    let mut encoded = encoded.into_inner().unwrap();
+    encoded.sort();
+    assert_eq!(encoded, ["plain k1", "plain k2", "with k1", "with k2"]);
+    store.close().await;
+}

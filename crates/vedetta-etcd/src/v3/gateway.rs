@@ -50,12 +50,12 @@ const ROUTES: [(&str, &str); 22] = [
     ("auth/disable", "Auth/AuthDisable"),
 ];
 
-static MESSAGES: LazyLock<DescriptorPool> = LazyLock::new(|| {
+pub(crate) static MESSAGES: LazyLock<DescriptorPool> = LazyLock::new(|| {
     let files = include_bytes!(concat!(env!("OUT_DIR"), "/rpc.bin"));
     DescriptorPool::decode(&files[..]).expect("it comes from the same compiler as the code")
 });
 
-pub(crate) fn router(grpc: Grpc) -> Router {
+pub(crate) fn router(grpc: &Grpc) -> Router {
     let services: Vec<_> = MESSAGES.services().collect();
     let find = |call: &str| {
         let (service, method) = call.split_once('/')?;
@@ -99,7 +99,7 @@ async fn transcode(mut grpc: Grpc, method: MethodDescriptor, body: Bytes) -> Res
         of: method.output(),
         ended: false,
     };
-    if method.is_server_streaming() { stream_out(replies).await } else { single(replies).await }
+    if method.is_server_streaming() { stream_out(replies) } else { single(replies).await }
 }
 
 /// The messages of a request, framed for gRPC. A call takes one; a stream all, until one is not readable.
@@ -205,7 +205,7 @@ async fn single(mut replies: Replies) -> Response {
 }
 
 /// `{"result": …}` line by line; what goes wrong later can only be said as another line.
-async fn stream_out(replies: Replies) -> Response {
+fn stream_out(replies: Replies) -> Response {
     let lines = stream::unfold(Some(replies), |replies| async {
         let mut replies = replies?;
         let (line, rest) = match replies.next().await {

@@ -68,7 +68,7 @@ impl Kv for Api {
         let proto::CompactionRequest { revision: at, physical } = request.into_inner();
         let at = revision(at).unwrap_or(Revision(0));
         self.store().compact(at, physical).await.map_err(status::of)?;
-        Ok(Response::new(proto::CompactionResponse { header: self.header_now() }))
+        Ok(Response::new(proto::CompactionResponse { header: Some(self.header_now()) }))
     }
 }
 

@@ -26,7 +26,7 @@ impl Lease for Api {
         let wished = Duration::from_secs(ttl.unsigned_abs());
         let id = self.store().grant(LeaseId::new(id), wished).await.map_err(status::of)?;
         Ok(Response::new(proto::LeaseGrantResponse {
-            header: self.header_now(),
+            header: Some(self.header_now()),
             id: id.get(),
             ttl,
             error: String::new(),
@@ -63,7 +63,7 @@ impl Lease for Api {
                 },
                 None => 0,
             };
-            let answer = LeaseKeepAliveResponse { header: api.header_now(), id, ttl };
+            let answer = LeaseKeepAliveResponse { header: Some(api.header_now()), id, ttl };
             Ok(Some((answer, (api, requests))))
         });
         Ok(Response::new(Box::pin(answers)))
@@ -74,7 +74,7 @@ impl Lease for Api {
         request: Request<proto::LeaseTimeToLiveRequest>,
     ) -> Result<Response<proto::LeaseTimeToLiveResponse>, Status> {
         let proto::LeaseTimeToLiveRequest { id, keys } = request.into_inner();
-        let header = self.header_now();
+        let header = Some(self.header_now());
         let unknown = proto::LeaseTimeToLiveResponse { header, id, ttl: -1, ..Default::default() };
         let answer = match LeaseId::new(id).and_then(|id| self.store().lease(id)) {
             Some(lease) => proto::LeaseTimeToLiveResponse {
@@ -94,7 +94,7 @@ impl Lease for Api {
     ) -> Result<Response<proto::LeaseLeasesResponse>, Status> {
         let ids = self.store().leases().into_iter();
         let leases = ids.map(|id| LeaseStatus { id: id.get() }).collect();
-        Ok(Response::new(proto::LeaseLeasesResponse { header: self.header_now(), leases }))
+        Ok(Response::new(proto::LeaseLeasesResponse { header: Some(self.header_now()), leases }))
     }
 }
 

@@ -69,7 +69,7 @@ impl Maintenance for Api {
         _: Request<proto::HashRequest>,
     ) -> Result<Response<proto::HashResponse>, Status> {
         let (_, hash) = self.hash_keys(None).await?;
-        Ok(Response::new(proto::HashResponse { header: self.header_now(), hash }))
+        Ok(Response::new(proto::HashResponse { header: Some(self.header_now()), hash }))
     }
 
     async fn hash_kv(
@@ -190,14 +190,14 @@ impl Auth for Api {
         &self,
         _: Request<proto::AuthDisableRequest>,
     ) -> Result<Response<proto::AuthDisableResponse>, Status> {
-        Ok(Response::new(proto::AuthDisableResponse { header: self.header_now() }))
+        Ok(Response::new(proto::AuthDisableResponse { header: Some(self.header_now()) }))
     }
 
     async fn auth_status(
         &self,
         _: Request<proto::AuthStatusRequest>,
     ) -> Result<Response<proto::AuthStatusResponse>, Status> {
-        let header = self.header_now();
+        let header = Some(self.header_now());
         Ok(Response::new(proto::AuthStatusResponse { header, ..Default::default() }))
     }
 

@@ -74,22 +74,32 @@ struct Asked {
     again: Pin<Box<Sleep>>,
 }
 
-/// A watch that waits for events.
-struct Follow {
+/// A watch.
+struct Watched {
     id: i64,
-    /// Taken when there is something to tell.
-    watcher: Option<Watcher>,
+    watcher: Watcher,
     cancelled: oneshot::Receiver<()>,
     previous: bool,
     fragment: bool,
-    notify: bool,
-    /// Nothing was sent since the last tick.
-    quiet: bool,
+    progress: Progress,
 }
+
+/// What a watch hears when nothing happens.
+#[derive(PartialEq, Eq)]
+enum Progress {
+    Unwanted,
+    /// It has heard of events since the last tick, so it needs no other sign.
+    Heard,
+    /// It has heard nothing.
+    Quiet,
+}
+
+/// Waits until a watch has something to tell, which is when it lets go of it.
+struct Follow(Option<Box<Watched>>);
 
 /// Why a watch stopped waiting.
 enum Turn {
-    Events(Follow, Watcher, Batch),
+    Events(Box<Watched>, Batch),
     Ended(i64, WatchError),
     Cancelled,
 }
@@ -98,20 +108,18 @@ impl Future for Follow {
     type Output = Turn;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Turn> {
-        if Pin::new(&mut self.cancelled).poll(cx).is_ready() {
+        let Some(mut watched) = self.0.take() else { return Poll::Ready(Turn::Cancelled) };
+        if Pin::new(&mut watched.cancelled).poll(cx).is_ready() {
             return Poll::Ready(Turn::Cancelled);
         }
-        let Some(watcher) = &mut self.watcher else { return Poll::Ready(Turn::Cancelled) };
-        let Poll::Ready(next) = watcher.poll_next(cx) else { return Poll::Pending };
-        Poll::Ready(match (next, self.watcher.take()) {
-            (Ok(batch), Some(watcher)) => {
-                let cancelled = std::mem::replace(&mut self.cancelled, oneshot::channel().1);
-                let follow = Follow { watcher: None, cancelled, ..*self };
-                Turn::Events(follow, watcher, batch)
+        match watched.watcher.poll_next(cx) {
+            Poll::Ready(Ok(batch)) => Poll::Ready(Turn::Events(watched, batch)),
+            Poll::Ready(Err(error)) => Poll::Ready(Turn::Ended(watched.id, error)),
+            Poll::Pending => {
+                self.0 = Some(watched);
+                Poll::Pending
             }
-            (Err(error), _) => Turn::Ended(self.id, error),
-            (Ok(_), None) => Turn::Cancelled,
-        })
+        }
     }
 }
 
@@ -138,13 +146,8 @@ impl Session {
     fn handle(&mut self, request: WatchRequest) {
         let now = self.api.store().revision();
         match request.request_union {
-            Some(RequestUnion::CreateRequest(create)) => self.create(create, now),
-            Some(RequestUnion::CancelRequest(cancel)) => {
-                if self.watches.remove(&cancel.watch_id).is_some() {
-                    let answer = self.answer(now, cancel.watch_id);
-                    self.ready.push_back(WatchResponse { canceled: true, ..answer });
-                }
-            }
+            Some(RequestUnion::CreateRequest(create)) => self.create(&create, now),
+            Some(RequestUnion::CancelRequest(cancel)) => self.cancel(cancel.watch_id, now),
             Some(RequestUnion::ProgressRequest(_)) => {
                 self.asked =
                     Some(Asked { at: now, again: Box::pin(tokio::time::sleep(LOOK_AGAIN)) });
@@ -154,8 +157,15 @@ impl Session {
         }
     }
 
-    fn create(&mut self, request: WatchCreateRequest, now: Revision) {
-        let (id, range) = match self.claim(&request) {
+    fn cancel(&mut self, id: i64, now: Revision) {
+        if self.watches.remove(&id).is_some() {
+            let answer = self.answer(now, id);
+            self.ready.push_back(WatchResponse { canceled: true, ..answer });
+        }
+    }
+
+    fn create(&mut self, request: &WatchCreateRequest, now: Revision) {
+        let (id, range) = match self.claim(request) {
             Ok(claimed) => claimed,
             Err(why) => {
                 let answer = self.answer(now, NO_WATCH);
@@ -186,21 +196,20 @@ impl Session {
             Ok(watcher) => {
                 let (cancel, cancelled) = oneshot::channel();
                 self.watches.insert(id, cancel);
-                if request.progress_notify && self.ticks.is_none() {
+                let mut progress = Progress::Unwanted;
+                if request.progress_notify {
+                    progress = Progress::Quiet;
                     let every = self.api.0.progress_every;
-                    let mut ticks = tokio::time::interval_at(Instant::now() + every, every);
-                    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-                    self.ticks = Some(ticks);
+                    self.ticks.get_or_insert_with(|| ticks(every));
                 }
-                self.following.push(Follow {
+                self.following.push(Follow(Some(Box::new(Watched {
                     id,
-                    watcher: Some(watcher),
+                    watcher,
                     cancelled,
                     previous: request.prev_kv,
                     fragment: request.fragment,
-                    notify: request.progress_notify,
-                    quiet: true,
-                });
+                    progress,
+                }))));
             }
             Err(error) => self.end(id, error),
         }
@@ -208,10 +217,10 @@ impl Session {
 
     /// The id a watch gets, and what it watches; or why there can be no such watch.
     fn claim(&mut self, request: &WatchCreateRequest) -> Result<(i64, KeyRange), &'static str> {
-        let key = match request.key.is_empty() {
-            true => Bytes::from_static(&[0]),
-            false => request.key.clone(),
-        };
+        let mut key = request.key.clone();
+        if key.is_empty() {
+            key = Bytes::from_static(&[0]);
+        }
         let range = key_range(key, request.range_end.clone());
         if range.is_empty() {
             return Err("mvcc: watcher range is empty");
@@ -231,18 +240,20 @@ impl Session {
 
     fn take_turn(&mut self, turn: Turn) {
         match turn {
-            Turn::Events(follow, watcher, batch) => {
-                let (id, last) = (follow.id, batch.last());
-                let events = Events::all(batch, follow.previous);
-                let most = if follow.fragment { MESSAGE_BYTES } else { usize::MAX };
+            Turn::Events(mut watched, batch) => {
+                let last = batch.last();
+                let events = Events::all(batch, watched.previous);
+                let most = if watched.fragment { MESSAGE_BYTES } else { usize::MAX };
                 let mut pieces = events.pieces(most).into_iter().peekable();
                 while let Some(piece) = pieces.next() {
-                    let (events, fragment) = (Some(piece), pieces.peek().is_some());
-                    let answer = self.answer(last, id);
-                    self.ready.push_back(WatchResponse { events, fragment, ..answer });
+                    let (fragment, events) = (pieces.peek().is_some(), Some(piece));
+                    let answer = self.answer(last, watched.id);
+                    self.ready.push_back(WatchResponse { fragment, events, ..answer });
                 }
-                let watcher = Some(watcher);
-                self.following.push(Follow { watcher, quiet: false, ..follow });
+                if watched.progress == Progress::Quiet {
+                    watched.progress = Progress::Heard;
+                }
+                self.following.push(Follow(Some(watched)));
             }
             Turn::Ended(id, error) => self.end(id, error),
             Turn::Cancelled => {}
@@ -270,8 +281,8 @@ impl Session {
     /// Answers who asked for progress, once nobody is owed anything up to there.
     fn tell_progress(&mut self) {
         let Some(asked) = &self.asked else { return };
-        let watchers = self.following.iter().filter_map(|follow| follow.watcher.as_ref());
-        let done = watchers.map(Watcher::progress).min().unwrap_or(asked.at);
+        let watches = self.following.iter().filter_map(|follow| follow.0.as_ref());
+        let done = watches.map(|watched| watched.watcher.progress()).min().unwrap_or(asked.at);
         if done >= asked.at {
             self.asked = None;
             let answer = self.answer(done, NO_WATCH);
@@ -280,14 +291,16 @@ impl Session {
     }
 
     fn tick(&mut self) {
-        let api = self.api.clone();
-        for follow in self.following.iter_mut().filter(|follow| follow.notify) {
-            if let Some(watcher) = follow.watcher.as_ref().filter(|_| follow.quiet) {
-                let header = api.header(watcher.progress());
-                let watch_id = follow.id;
-                self.ready.push_back(WatchResponse { header, watch_id, ..Default::default() });
+        for watched in self.following.iter_mut().filter_map(|follow| follow.0.as_mut()) {
+            match watched.progress {
+                Progress::Unwanted => {}
+                Progress::Heard => watched.progress = Progress::Quiet,
+                Progress::Quiet => {
+                    let header = self.api.header(watched.watcher.progress());
+                    let watch_id = watched.id;
+                    self.ready.push_back(WatchResponse { header, watch_id, ..Default::default() });
+                }
             }
-            follow.quiet = true;
         }
     }
 
@@ -325,6 +338,12 @@ impl Session {
     }
 }
 
+fn ticks(every: Duration) -> Interval {
+    let mut ticks = tokio::time::interval_at(Instant::now() + every, every);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    ticks
+}
+
 impl Stream for Session {
     type Item = Result<WatchResponse, Status>;
 
@@ -350,5 +369,70 @@ impl Stream for Session {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::{BufMut as _, BytesMut};
+    use futures_util::StreamExt as _;
+    use http_body_util::Full;
+    use prost::Message as _;
+    use tonic::codec::{Codec as _, Streaming};
+    use tonic_prost::ProstCodec;
+    use vedetta_kv::Put;
+
+    use super::super::tests;
+    use super::*;
+
+    /// A stream on which these watches were asked for.
+    fn session(api: Api, watches: Vec<WatchCreateRequest>) -> Session {
+        let mut framed = BytesMut::new();
+        for watch in watches {
+            let request_union = Some(RequestUnion::CreateRequest(watch));
+            let request = WatchRequest { request_union };
+            framed.put_u8(0);
+            framed.put_u32(u32::try_from(request.encoded_len()).unwrap());
+            request.encode(&mut framed).unwrap();
+        }
+        let decoder = ProstCodec::<WatchResponse, WatchRequest>::default().decoder();
+        let body = Full::new(framed.freeze());
+        Session::new(api, Streaming::new_request(decoder, body, None, None))
+    }
+
+    #[tokio::test]
+    async fn only_a_quiet_watch_that_wants_it_hears_of_progress() {
+        let (_folder, store) = tests::store().await;
+        let api = tests::api(store.clone());
+        let watch = |key: &'static str, progress_notify| WatchCreateRequest {
+            key: Bytes::from_static(key.as_bytes()),
+            progress_notify,
+            ..Default::default()
+        };
+        let mut session = session(api, vec![watch("a", false), watch("b", true)]);
+        for id in 0..2 {
+            let created = session.next().await.unwrap().unwrap();
+            assert_eq!((created.created, created.watch_id), (true, id));
+        }
+        store.put(Put::new("other", "")).await.unwrap();
+        // It may still stand where it was, until the news has gone round.
+        loop {
+            let progress = session.next().await.unwrap().unwrap();
+            assert_eq!((progress.watch_id, progress.events.is_none()), (1, true));
+            if progress.header.revision == 2 {
+                break;
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn a_stopped_server_ends_the_stream() {
+        let (_folder, store) = tests::store().await;
+        let api = tests::api(store);
+        let mut session = session(api.clone(), Vec::new());
+        api.0.stop.cancel();
+        let end = session.next().await.unwrap().unwrap_err();
+        assert_eq!(end.message(), "etcdserver: server stopped");
+        assert!(session.next().await.is_none());
     }
 }

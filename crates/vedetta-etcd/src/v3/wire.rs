@@ -255,3 +255,80 @@ fn bytes_len(tag: u32, bytes: &[u8]) -> usize {
 fn message_len(tag: u32, len: usize) -> usize {
     key_len(tag) + encoded_len_varint(len as u64) + len
 }
+
+#[cfg(test)]
+mod tests {
+    use prost_reflect::{DynamicMessage, SerializeOptions};
+    use serde_json::json;
+    use vedetta_core::{KeyRange, Revision};
+    use vedetta_kv::{Delete, Put, WatchOptions};
+
+    use super::super::{gateway, tests};
+    use super::*;
+
+    /// A message as those read it who know nothing of this file.
+    fn read(name: &str, message: &impl Message) -> serde_json::Value {
+        let descriptor = gateway::MESSAGES.get_message_by_name(name).unwrap();
+        let bytes = message.encode_to_vec();
+        assert_eq!(bytes.len(), message.encoded_len());
+        let read = DynamicMessage::decode(descriptor, &bytes[..]).unwrap();
+        let options = SerializeOptions::new().use_proto_field_name(true);
+        read.serialize_with_options(serde_json::value::Serializer, &options).unwrap()
+    }
+
+    #[test]
+    fn a_key_is_written_with_all_its_numbers() {
+        let stamps = Stamps {
+            created: Revision(300),
+            modified: Revision(1 << 40),
+            version: 3,
+            lease: LeaseId::new(-5),
+        };
+        let key = KeyValue(vedetta_kv::KeyValue::new(stamps, b"k", b"value"));
+        let want = json!({"key": "aw==", "create_revision": "300", "mod_revision": "1099511627776",
+                          "version": "3", "value": "dmFsdWU=", "lease": "-5"});
+        assert_eq!(read("mvccpb.KeyValue", &key), want);
+        assert_eq!(read("mvccpb.KeyValue", &KeyValue::default()), json!({}));
+    }
+
+    #[tokio::test]
+    async fn events_are_written_whole_and_in_pieces() {
+        let (_folder, store) = tests::store().await;
+        store.put(Put::new("a", "1")).await.unwrap();
+        store.put(Put::new("a", "2")).await.unwrap();
+        store.delete(Delete { range: KeyRange::all(), previous: false }).await.unwrap();
+        let options = WatchOptions { from: Some(Revision(2)), ..WatchOptions::default() };
+        let batch = store.watch(KeyRange::all(), options).unwrap().next().await.unwrap();
+        let response = |events| WatchResponse {
+            header: ResponseHeader { revision: 4, ..ResponseHeader::default() },
+            watch_id: -1,
+            created: true,
+            canceled: true,
+            compact_revision: 7,
+            cancel_reason: "why".into(),
+            fragment: true,
+            events: Some(events),
+        };
+        let key = |n: &str, value: &str| {
+            json!({"key": "YQ==", "create_revision": "2", "mod_revision": (n.parse::<i64>().unwrap() + 1).to_string(),
+                   "version": n, "value": value})
+        };
+        let (one, two) = (key("1", "MQ=="), key("2", "Mg=="));
+        let gone = json!({"key": "YQ==", "mod_revision": "4"});
+        let mut want = json!({"header": {"revision": "4"}, "watch_id": "-1", "created": true,
+            "canceled": true, "compact_revision": "7", "cancel_reason": "why", "fragment": true,
+            "events": [{"kv": one}, {"kv": two, "prev_kv": one},
+                       {"type": "DELETE", "kv": gone, "prev_kv": two}]});
+        let name = "etcdserverpb.WatchResponse";
+        assert_eq!(read(name, &response(Events::all(batch.clone(), true))), want);
+        let pieces = Events::all(batch.clone(), true).pieces(1);
+        assert_eq!(pieces.len(), 3);
+        for (piece, event) in pieces.into_iter().zip(want["events"].as_array().unwrap()) {
+            assert_eq!(read(name, &response(piece))["events"], json!([event]));
+        }
+        for event in want["events"].as_array_mut().unwrap() {
+            event.as_object_mut().unwrap().remove("prev_kv");
+        }
+        assert_eq!(read(name, &response(Events::all(batch, false))), want);
+    }
+}
