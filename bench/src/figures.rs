@@ -27,13 +27,18 @@ pub(crate) fn millis(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 
-/// The CPU time each thread of this process has used, with the thread's name.
+/// The CPU time each thread of a process has used, with the thread's name.
 pub(crate) struct Cpu(HashMap<OsString, (String, Duration)>);
 
 impl Cpu {
+    /// Of this process.
     pub(crate) fn now() -> anyhow::Result<Self> {
+        Self::of_process(std::process::id())
+    }
+
+    pub(crate) fn of_process(id: u32) -> anyhow::Result<Self> {
         let mut threads = HashMap::new();
-        for task in std::fs::read_dir("/proc/self/task")? {
+        for task in std::fs::read_dir(format!("/proc/{id}/task"))? {
             let task = task?;
             // A thread may end while we look at it.
             let (Ok(name), Ok(line)) = (

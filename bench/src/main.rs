@@ -1,6 +1,7 @@
 //! Benchmarks: ours and the other, side by side in one run. Only the ratios mean something on a machine
 //! that others use too.
 
+mod etcd;
 mod fanout;
 mod figures;
 mod floor;
@@ -28,6 +29,15 @@ enum Bench {
     /// A million keys: loading, opening, memory, range and count.
     #[command(after_help = million::FIGURES)]
     Million(million::Args),
+    /// Side by side with etcd, each a process of its own, the same client for both.
+    #[command(after_help = etcd::COLUMNS)]
+    Etcd(etcd::Args),
+    /// Our side of `etcd`.
+    #[command(hide = true)]
+    EtcdServe(etcd::Serve),
+    /// The ceiling of `etcd`.
+    #[command(hide = true)]
+    EtcdEcho(etcd::Serve),
 }
 
 fn main() -> ExitCode {
@@ -41,13 +51,20 @@ fn main() -> ExitCode {
 }
 
 fn run(bench: Bench) -> anyhow::Result<()> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let runtime = match bench {
+        // Servers run beside it and need the cores more: one thread, and none that is woken to help.
+        Bench::Etcd(_) => tokio::runtime::Builder::new_current_thread().enable_all().build()?,
+        _ => tokio::runtime::Builder::new_multi_thread().enable_all().build()?,
+    };
     runtime.block_on(async {
         match bench {
             Bench::Puts(args) => puts::run(args).await,
             Bench::Fanout(args) => fanout::run(args).await,
             Bench::Ttl(args) => ttl::run(args).await,
             Bench::Million(args) => million::run(args).await,
+            Bench::Etcd(args) => etcd::run(args).await,
+            Bench::EtcdServe(args) => etcd::serve(args).await,
+            Bench::EtcdEcho(args) => etcd::echo(args).await,
         }
     })
 }
