@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use bytes::{Buf as _, BufMut as _, BytesMut};
+use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 
@@ -107,14 +107,15 @@ struct Writer {
 fn watched(fanout: Fanout, stream: u64) -> Vec<proto::WatchRequest> {
     let request = |n| {
         let (key, range_end) = if fanout.distinct {
-            (key(n).into(), Default::default())
+            (key(n).into(), Bytes::default())
         } else {
             ("/bench/".into(), end_of("/bench/"))
         };
         let create = proto::WatchCreateRequest { key, range_end };
         proto::WatchRequest { create_request: Some(create) }
     };
-    (stream..fanout.watchers).step_by((CONNECTIONS * STREAMS) as usize).map(request).collect()
+    let ours = |n: &u64| n % (CONNECTIONS * STREAMS) == stream;
+    (0..fanout.watchers).filter(ours).map(request).collect()
 }
 
 /// Makes the watchers of one stream, and waits until they are there.
