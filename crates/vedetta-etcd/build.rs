@@ -14,6 +14,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     tonic_prost_build::configure()
         .build_client(false)
         .bytes(".")
+        .codec_path("crate::v3::codec::SmallCodec")
         // Keys and events are written from what the store holds, without a copy of them in between.
         .extern_path(".mvccpb.KeyValue", "crate::v3::wire::KeyValue")
         .extern_path(".etcdserverpb.WatchResponse", "crate::v3::wire::WatchResponse")

@@ -1,5 +1,6 @@
 //! Accepting connections, finding out what they speak, and letting them go.
 
+use std::convert::Infallible;
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,6 +9,8 @@ use axum::Router;
 use axum::body::Body;
 use axum::http::{Request, Response, StatusCode, Version, header};
 use axum::response::IntoResponse;
+use futures_util::FutureExt as _;
+use futures_util::future::Either;
 use http_body_util::{BodyExt as _, Limited};
 use hyper::body::Incoming;
 use hyper::server::conn::{http1, http2};
@@ -229,21 +232,24 @@ impl Server {
         }
     }
 
-    async fn answer(
+    /// gRPC is kept apart from the rest, whose larger future it would otherwise carry along.
+    fn answer(
         self: Arc<Self>,
         request: Request<Incoming>,
         local: IpAddr,
-    ) -> Result<Response<tonic::body::Body>, std::convert::Infallible> {
+    ) -> impl Future<Output = Result<Response<tonic::body::Body>, Infallible>> {
         if is_grpc(&request) {
             let limit = (!v3::is_stream(request.uri().path())).then_some(self.limits.upload);
             let request = request.map(|body| Upload::new(body, limit));
-            return Ok(self.grpc.clone().call(request).await);
+            return Either::Left(self.grpc.call(request).map(Ok));
         }
-        let answer = match self.take_in(request, local).await {
-            Ok(request) => self.router.clone().call(request).await?,
-            Err(refused) => refused,
-        };
-        Ok(answer.map(tonic::body::Body::new))
+        Either::Right(Box::pin(async move {
+            let answer = match self.take_in(request, local).await {
+                Ok(request) => self.router.clone().call(request).await?,
+                Err(refused) => refused,
+            };
+            Ok(answer.map(tonic::body::Body::new))
+        }))
     }
 
     /// A request that may be answered, with all of its body.

@@ -1,5 +1,6 @@
 //! The v3 API: gRPC, and its JSON gateway.
 
+mod codec;
 mod gateway;
 mod kv;
 mod lease;
@@ -15,7 +16,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::http::{HeaderMap, HeaderValue, Request, Response};
 use tokio_util::sync::CancellationToken;
-use tonic::codegen::Service;
+use tonic::codegen::{BoxFuture, Service};
 use tonic::{Code, Status};
 use vedetta_core::{KeyRange, Revision};
 use vedetta_kv::Store;
@@ -119,24 +120,31 @@ impl Grpc {
         }
     }
 
-    pub(crate) async fn call<B>(&mut self, request: Request<B>) -> Response<tonic::body::Body>
+    /// The answer is boxed by the service that gives it: as part of this future the request would be moved
+    /// again with every layer around it.
+    pub(crate) fn call<B>(
+        &self,
+        request: Request<B>,
+    ) -> impl Future<Output = Response<tonic::body::Body>> + use<B>
     where
         B: http_body::Body<Data = bytes::Bytes> + Send + 'static,
         B::Error: Into<Box<dyn std::error::Error + Send + Sync>> + Send,
     {
         let service = request.uri().path().get(1..).and_then(|path| path.split_once('/'));
-        let answer: Result<_, Infallible> = match service.map(|(service, _)| service) {
-            Some("etcdserverpb.KV") => self.kv.call(request).await,
-            Some("etcdserverpb.Watch") => self.watch.call(request).await,
-            Some("etcdserverpb.Lease") => self.lease.call(request).await,
-            Some("etcdserverpb.Cluster") => self.cluster.call(request).await,
-            Some("etcdserverpb.Maintenance") => self.maintenance.call(request).await,
-            Some("etcdserverpb.Auth") => self.auth.call(request).await,
-            _ => Ok(unserved().into_http()),
+        let answer: BoxFuture<_, Infallible> = match service.map(|(service, _)| service) {
+            Some("etcdserverpb.KV") => self.kv.clone().call(request),
+            Some("etcdserverpb.Watch") => self.watch.clone().call(request),
+            Some("etcdserverpb.Lease") => self.lease.clone().call(request),
+            Some("etcdserverpb.Cluster") => self.cluster.clone().call(request),
+            Some("etcdserverpb.Maintenance") => self.maintenance.clone().call(request),
+            Some("etcdserverpb.Auth") => self.auth.clone().call(request),
+            _ => Box::pin(async { Ok(unserved().into_http()) }),
         };
-        let Ok(mut answer) = answer;
-        reword(answer.headers_mut());
-        answer
+        async move {
+            let Ok(mut answer) = answer.await;
+            reword(answer.headers_mut());
+            answer
+        }
     }
 }
 

@@ -78,7 +78,7 @@ pub(crate) fn router(grpc: &Grpc) -> Router {
     router.layer(DefaultBodyLimit::max(2 * MESSAGE_BYTES))
 }
 
-async fn transcode(mut grpc: Grpc, method: MethodDescriptor, body: Bytes) -> Response {
+async fn transcode(grpc: Grpc, method: MethodDescriptor, body: Bytes) -> Response {
     let messages = match read(&method, &body) {
         Ok(messages) => messages,
         Err(status) => return refusal(&status),
