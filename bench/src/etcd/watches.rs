@@ -20,9 +20,8 @@ use super::sides::Figures;
 
 /// Bytes of a value: the time, the writer, and what fills it up.
 const VALUE: usize = 128;
-/// Connections of the watchers, and streams on each.
-const CONNECTIONS: u64 = 10;
-const STREAMS: u64 = 1;
+/// Connections of the watchers. All on a connection share a stream, as etcd's own client has it.
+const CONNECTIONS: usize = 10;
 /// An event that takes longer is missing.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -43,13 +42,12 @@ pub(crate) async fn measure(
     let owed = if fanout.distinct { 1 } else { fanout.watchers };
     let clock = Instant::now();
     let writers: Arc<[Writer]> = (0..fanout.writers).map(|_| Writer::default()).collect();
-    let mut connections =
-        Connection::open_many(server.address, usize::try_from(CONNECTIONS)?).await?;
     let mut opening = JoinSet::new();
-    for stream in 0..CONNECTIONS * STREAMS {
-        let connection = &mut connections[usize::try_from(stream % CONNECTIONS)?];
-        let (stream_of, watched) = (connection.stream(WATCH).await?, watched(fanout, stream));
-        opening.spawn(created(stream_of, watched));
+    for (n, mut connection) in
+        Connection::open_many(server.address, CONNECTIONS).await?.into_iter().enumerate()
+    {
+        let stream = connection.stream(WATCH).await?;
+        opening.spawn(created(stream, watched(fanout, n as u64)));
     }
     let mut streams = Vec::new();
     while let Some(stream) = opening.join_next().await {
@@ -104,18 +102,17 @@ struct Writer {
 }
 
 /// What the watchers of one stream watch.
-fn watched(fanout: Fanout, stream: u64) -> Vec<proto::WatchRequest> {
+fn watched(fanout: Fanout, first: u64) -> Vec<proto::WatchRequest> {
     let request = |n| {
         let (key, range_end) = if fanout.distinct {
-            (key(n).into(), Bytes::default())
+            (key(n).into(), Bytes::new())
         } else {
             ("/bench/".into(), end_of("/bench/"))
         };
         let create = proto::WatchCreateRequest { key, range_end };
         proto::WatchRequest { create_request: Some(create) }
     };
-    let ours = |n: &u64| n % (CONNECTIONS * STREAMS) == stream;
-    (0..fanout.watchers).filter(ours).map(request).collect()
+    (first..fanout.watchers).step_by(CONNECTIONS).map(request).collect()
 }
 
 /// Makes the watchers of one stream, and waits until they are there.
