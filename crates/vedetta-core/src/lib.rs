@@ -2,8 +2,22 @@
 //!
 //! Nothing here opens a file or a socket, spawns anything or reads a clock; time is an argument.
 
+mod backoff;
+pub mod follow;
+mod ids;
+mod moment;
 mod range;
 mod revision;
+mod run;
+pub mod schedule;
+mod source;
 
+pub use backoff::{Backoff, Tries};
+pub use follow::Follow;
+pub use ids::Ids;
+pub use moment::Moment;
 pub use range::KeyRange;
 pub use revision::Revision;
+pub use run::{Failure, RunEvent};
+pub use schedule::{Keyed, Schedule, Slot};
+pub use source::{Change, Changes, Entry, Feed, Page, Source, SourceError};

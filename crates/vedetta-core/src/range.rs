@@ -39,6 +39,17 @@ impl KeyRange {
         }
     }
 
+    /// What of it lies after `key`.
+    #[must_use]
+    pub fn after(&self, key: &[u8]) -> Self {
+        let start = [key, b"\0"].concat().into();
+        match self {
+            Self::One(_) => Self::Between(Bytes::new(), Bytes::new()),
+            Self::Between(_, end) => Self::Between(start, end.clone()),
+            Self::From(_) => Self::From(start),
+        }
+    }
+
     /// Whether `key` is in it.
     pub fn contains(&self, key: &[u8]) -> bool {
         match self {

@@ -1,0 +1,55 @@
+use std::fmt;
+use std::time::Duration;
+
+use crate::Moment;
+
+/// What happens to a piece of work. The list is closed: whoever shows or counts runs covers them all.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum RunEvent {
+    /// It is to run at this time.
+    Due(Moment),
+    /// It runs, after so many failures.
+    Started {
+        /// Failures since the last success or change.
+        failures: u32,
+    },
+    /// It ended well.
+    Done {
+        /// How long it took.
+        took: Duration,
+        /// It asked to run again after that long.
+        again: Option<Duration>,
+    },
+    /// It ended badly and will run again.
+    Failed {
+        /// How long it took.
+        took: Duration,
+        /// Why.
+        why: Failure,
+        /// When it runs again.
+        again: Moment,
+    },
+    /// It was ended from outside and will not run again by itself.
+    Cancelled,
+}
+
+/// Why a run failed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Failure {
+    /// It said so.
+    Error(String),
+    /// It panicked.
+    Panic(String),
+    /// It took longer than it may.
+    Timeout(Duration),
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Error(error) => f.write_str(error),
+            Self::Panic(message) => write!(f, "it panicked: {message}"),
+            Self::Timeout(limit) => write!(f, "it took longer than {limit:?}"),
+        }
+    }
+}
