@@ -13,6 +13,8 @@ pub enum RunEvent {
         /// Failures since the last success or change.
         failures: u32,
     },
+    /// It still runs.
+    Running,
     /// It ended well.
     Done {
         /// How long it took.

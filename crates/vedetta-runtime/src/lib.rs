@@ -1,0 +1,10 @@
+//! Runs work: one key at a time, within capacity, until it is done.
+//!
+//! [`Runner`] owns the schedule, the slots and what runs. [`Watcher`] keeps a typed picture of what a
+//! [`Source`](vedetta_core::Source) says should be, and has a [`Runner`] bring each part of it about.
+
+mod runner;
+pub mod watcher;
+
+pub use runner::{Ended, Limits, Outcome, Runner};
+pub use watcher::{Next, Reconcile, State, Watcher, Watching};

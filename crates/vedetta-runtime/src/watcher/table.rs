@@ -1,0 +1,390 @@
+//! What a source says should be, by id.
+//!
+//! ```text
+//! /rooms/room1/livemeta
+//! └prefix┘└─id┘└─kind─┘      an id ends at the last slash, so it may hold any bytes
+//! ```
+
+use std::borrow::Borrow;
+use std::collections::{HashMap, HashSet};
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use vedetta_core::{Entry, Ids, Moment, Revision, Slot};
+
+use super::{BoxError, Effect, State};
+use crate::runner::message;
+
+/// What tells one thing that is watched from another. Any bytes.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Id(Bytes);
+
+impl Id {
+    /// The id of these bytes.
+    pub fn new(bytes: impl Into<Bytes>) -> Self {
+        Self(bytes.into())
+    }
+
+    /// Its bytes.
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl Borrow<[u8]> for Id {
+    fn borrow(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+/// As text; bytes that are none are escaped.
+impl fmt::Display for Id {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match str::from_utf8(&self.0) {
+            Ok(text) => f.write_str(text),
+            Err(_) => self.0.escape_ascii().fmt(f),
+        }
+    }
+}
+
+impl fmt::Debug for Id {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "\"{}\"", self.0.escape_ascii())
+    }
+}
+
+/// Everything that should be, at one revision.
+#[derive(Debug, Clone)]
+pub struct Wanted<S> {
+    /// The revision it is true at.
+    pub revision: Revision,
+    states: HashMap<Id, Option<Arc<S>>>,
+}
+
+impl<S> Wanted<S> {
+    /// What an id should be.
+    pub fn get(&self, id: &[u8]) -> Option<&Arc<S>> {
+        self.states.get(id)?.as_ref()
+    }
+
+    /// Whether an id should be at all: also one whose values cannot be read, which is not an orphan.
+    pub fn contains(&self, id: &[u8]) -> bool {
+        self.states.contains_key(id)
+    }
+
+    /// The ids that can be read, with what they should be.
+    pub fn iter(&self) -> impl Iterator<Item = (&Id, &Arc<S>)> {
+        self.states.iter().filter_map(|(id, state)| Some((id, state.as_ref()?)))
+    }
+
+    /// How many ids there are, unreadable ones included.
+    pub fn len(&self) -> usize {
+        self.states.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.states.is_empty()
+    }
+}
+
+/// Why an id is not as it should be.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Trouble {
+    /// Failures since the last success or change.
+    pub failures: u32,
+    /// What the last run died of.
+    pub error: Option<String>,
+    /// How long until it is tried again.
+    pub retry_in: Option<Duration>,
+    /// Key types that cannot be read, and why. The last good value stands.
+    pub unreadable: Vec<(String, String)>,
+}
+
+/// A value that could not be read.
+pub(super) struct Unreadable {
+    pub(super) id: Id,
+    pub(super) kind: String,
+    pub(super) error: String,
+}
+
+/// What a key did to the table.
+pub(super) enum Applied {
+    /// Nothing to do.
+    Nothing,
+    /// This id should be brought about.
+    Changed(Slot),
+    /// Not of the form prefix, id, slash, key type.
+    Malformed,
+    /// The value stays out.
+    Unreadable(Box<Unreadable>),
+}
+
+struct Thing<S> {
+    /// Nothing if the id is gone, or nothing of it could be read yet.
+    state: Option<Arc<S>>,
+    /// Its keys, with the revision that last changed each.
+    parts: Vec<(Slot, Revision)>,
+    unreadable: Vec<(Slot, String)>,
+    failed: Option<Box<(u32, String, Moment)>>,
+}
+
+impl<S> Default for Thing<S> {
+    fn default() -> Self {
+        Self { state: None, parts: Vec::new(), unreadable: Vec::new(), failed: None }
+    }
+}
+
+pub(super) struct Table<S> {
+    prefix: Bytes,
+    /// Key types to heed; all without one.
+    heeded: Option<HashSet<String>>,
+    ids: Ids<Id>,
+    things: Vec<Thing<S>>,
+    kinds: Ids<Box<str>>,
+    pub(super) revision: Revision,
+    failing: usize,
+}
+
+impl<S: State> Table<S> {
+    pub(super) fn new(prefix: Bytes, heeded: Option<HashSet<String>>) -> Self {
+        Self {
+            prefix,
+            heeded,
+            ids: Ids::new(),
+            things: Vec::new(),
+            kinds: Ids::new(),
+            revision: Revision::default(),
+            failing: 0,
+        }
+    }
+
+    /// A key was put, or deleted.
+    pub(super) fn apply(
+        &mut self,
+        key: &[u8],
+        value: Option<&[u8]>,
+        revision: Revision,
+    ) -> Applied {
+        let Some((id, kind)) = self.split(key) else { return Applied::Malformed };
+        if self.heeded.as_ref().is_some_and(|heeded| !heeded.contains(kind)) {
+            return Applied::Nothing;
+        }
+        let found = self.ids.find(id);
+        match value {
+            Some(value) => {
+                let slot = found.unwrap_or_else(|| self.ids.intern(Id(Bytes::copy_from_slice(id))));
+                self.put(slot, kind, value, revision)
+            }
+            None => found.map_or(Applied::Nothing, |slot| self.delete(slot, kind)),
+        }
+    }
+
+    /// All there is, at `revision`. What is not among it is gone.
+    pub(super) fn replace(&mut self, all: &[Entry], revision: Revision) -> Vec<Applied> {
+        let mut applied = Vec::new();
+        let mut there = HashSet::new();
+        let was_empty = self.ids.is_empty();
+        for entry in all {
+            let Some((id, kind)) = self.split(&entry.key) else {
+                applied.push(Applied::Malformed);
+                continue;
+            };
+            let part = |table: &Self| table.ids.find(id).zip(table.kinds.find(kind));
+            let is_known = part(self).is_some_and(|(slot, kind)| {
+                self.things[slot.0 as usize].parts.contains(&(kind, entry.modified))
+            });
+            if !is_known {
+                applied.push(self.apply(&entry.key, Some(&entry.value), entry.modified));
+            }
+            if !was_empty {
+                there.extend(part(self));
+            }
+        }
+        if !was_empty {
+            let parts = self.ids.iter().flat_map(|(slot, _)| {
+                self.things[slot.0 as usize].parts.iter().map(move |(kind, _)| (slot, *kind))
+            });
+            let mut gone: Vec<_> = parts.filter(|part| !there.contains(part)).collect();
+            gone.sort_unstable();
+            for (slot, kind) in gone {
+                let kind = self.kinds.key(kind).cloned().unwrap_or_default();
+                applied.push(self.delete(slot, &kind));
+            }
+        }
+        self.revision = revision;
+        applied
+    }
+
+    /// What an id should be now, and whether it should be at all. Nothing when there is no saying: it is
+    /// there and cannot be read.
+    pub(super) fn wanted(&self, slot: Slot) -> Option<(Id, Option<Arc<S>>)> {
+        let thing = &self.things[slot.0 as usize];
+        if thing.state.is_none() && !thing.parts.is_empty() {
+            return None;
+        }
+        Some((self.ids.key(slot)?.clone(), thing.state.clone()))
+    }
+
+    pub(super) fn id(&self, slot: Slot) -> Option<&Id> {
+        self.ids.key(slot)
+    }
+
+    pub(super) fn slots(&self) -> Vec<Slot> {
+        let mut slots: Vec<_> = self.ids.iter().map(|(slot, _)| slot).collect();
+        slots.sort_unstable();
+        slots
+    }
+
+    /// Its run failed so often, and is tried again then.
+    pub(super) fn failed(&mut self, slot: Slot, failures: u32, error: String, again: Moment) {
+        let failed = &mut self.things[slot.0 as usize].failed;
+        self.failing += usize::from(failed.is_none());
+        *failed = Some(Box::new((failures, error, again)));
+    }
+
+    /// Its run succeeded. An id that is gone is forgotten if nobody wants it again.
+    pub(super) fn succeeded(&mut self, slot: Slot, again: bool) -> bool {
+        let thing = &mut self.things[slot.0 as usize];
+        self.failing -= usize::from(thing.failed.take().is_some());
+        let forget = !again && thing.state.is_none() && thing.parts.is_empty();
+        if forget {
+            *thing = Thing::default();
+            self.ids.release(slot);
+        }
+        forget
+    }
+
+    pub(super) fn get(&self, id: &[u8]) -> Option<Arc<S>> {
+        let slot = self.ids.find(id)?;
+        self.things[slot.0 as usize].state.clone()
+    }
+
+    pub(super) fn all(&self) -> Wanted<S> {
+        let things = self.ids.iter().map(|(slot, id)| (id, &self.things[slot.0 as usize]));
+        let there = things.filter(|(_, thing)| !thing.parts.is_empty());
+        let states = there.map(|(id, thing)| (id.clone(), thing.state.clone())).collect();
+        Wanted { revision: self.revision, states }
+    }
+
+    /// Ids that exist.
+    pub(super) fn len(&self) -> usize {
+        self.ids.len()
+    }
+
+    pub(super) fn failing(&self) -> usize {
+        self.failing
+    }
+
+    /// Up to `limit` ids that are not as they should be.
+    pub(super) fn troubles(&self, limit: usize, now: Moment) -> Vec<(Id, Trouble)> {
+        let slots = self.ids.iter().map(|(slot, _)| slot);
+        slots.filter_map(|slot| self.trouble(slot, now)).take(limit).collect()
+    }
+
+    fn trouble(&self, slot: Slot, now: Moment) -> Option<(Id, Trouble)> {
+        let thing = &self.things[slot.0 as usize];
+        if thing.failed.is_none() && thing.unreadable.is_empty() {
+            return None;
+        }
+        let mut trouble = Trouble::default();
+        if let Some(failed) = &thing.failed {
+            (trouble.failures, trouble.error) = (failed.0, Some(failed.1.clone()));
+            trouble.retry_in = Some(failed.2.since(now));
+        }
+        for (kind, error) in &thing.unreadable {
+            let kind = self.kinds.key(*kind).map(ToString::to_string).unwrap_or_default();
+            trouble.unreadable.push((kind, error.clone()));
+        }
+        Some((self.ids.key(slot)?.clone(), trouble))
+    }
+
+    fn split<'a>(&self, key: &'a [u8]) -> Option<(&'a [u8], &'a str)> {
+        let rest = key.strip_prefix(&self.prefix[..])?;
+        let slash = rest.iter().rposition(|byte| *byte == b'/')?;
+        let (id, kind) = (&rest[..slash], str::from_utf8(&rest[slash + 1..]).ok()?);
+        (!id.is_empty() && !kind.is_empty()).then_some((id, kind))
+    }
+
+    fn put(&mut self, slot: Slot, kind: &str, value: &[u8], revision: Revision) -> Applied {
+        let number = self.kinds.intern(kind.into());
+        if slot.0 as usize >= self.things.len() {
+            self.things.resize_with(slot.0 as usize + 1, Thing::default);
+        }
+        let thing = &mut self.things[slot.0 as usize];
+        match thing.parts.iter_mut().find(|(part, _)| *part == number) {
+            Some((_, modified)) => *modified = revision,
+            None => thing.parts.push((number, revision)),
+        }
+        thing.unreadable.retain(|(part, _)| *part != number);
+        match effect(thing.state.as_deref(), kind, Some(value)) {
+            Ok((state, effect)) => {
+                let is_new = thing.state.replace(Arc::new(state)).is_none();
+                if is_new || effect == Effect::Wanted {
+                    return Applied::Changed(slot);
+                }
+                Applied::Nothing
+            }
+            Err(error) => self.unreadable(slot, number, error),
+        }
+    }
+
+    fn delete(&mut self, slot: Slot, kind: &str) -> Applied {
+        let Some(number) = self.kinds.find(kind) else { return Applied::Nothing };
+        let thing = &mut self.things[slot.0 as usize];
+        let Some(part) = thing.parts.iter().position(|(part, _)| *part == number) else {
+            return Applied::Nothing;
+        };
+        thing.parts.swap_remove(part);
+        thing.unreadable.retain(|(part, _)| *part != number);
+        if thing.parts.is_empty() {
+            thing.state = None;
+            return Applied::Changed(slot);
+        }
+        if thing.state.is_none() {
+            return Applied::Nothing;
+        }
+        match effect(thing.state.as_deref(), kind, None) {
+            Ok((state, effect)) => {
+                thing.state = Some(Arc::new(state));
+                if effect == Effect::Wanted { Applied::Changed(slot) } else { Applied::Nothing }
+            }
+            Err(error) => self.unreadable(slot, number, error),
+        }
+    }
+
+    fn unreadable(&mut self, slot: Slot, kind: Slot, error: String) -> Applied {
+        self.things[slot.0 as usize].unreadable.push((kind, error.clone()));
+        let id = self.ids.key(slot).cloned().unwrap_or_else(|| Id(Bytes::new()));
+        let kind = self.kinds.key(kind).map(ToString::to_string).unwrap_or_default();
+        Applied::Unreadable(Box::new(Unreadable { id, kind, error }))
+    }
+}
+
+/// The state after a change. The old one is left alone, so that it stands if the value cannot be read.
+fn effect<S: State>(
+    state: Option<&S>,
+    kind: &str,
+    value: Option<&[u8]>,
+) -> Result<(S, Effect), String> {
+    let mut next = state.cloned().unwrap_or_default();
+    match catch_unwind(AssertUnwindSafe(|| next.apply(kind, value))) {
+        Ok(Ok(effect)) => Ok((next, effect)),
+        Ok(Err(error)) => Err(explain(&error)),
+        Err(panic) => Err(format!("reading it panicked: {}", message(panic.as_ref()))),
+    }
+}
+
+/// An error with its causes.
+pub(super) fn explain(error: &BoxError) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}
