@@ -10,6 +10,7 @@ mod range;
 mod revision;
 mod run;
 pub mod schedule;
+pub mod slots;
 mod source;
 
 pub use backoff::{Backoff, Tries};
@@ -20,4 +21,5 @@ pub use range::KeyRange;
 pub use revision::Revision;
 pub use run::{Failure, RunEvent};
 pub use schedule::{Keyed, Schedule, Slot};
+pub use slots::{Held, Slots, Ticket};
 pub use source::{Change, Changes, Entry, Feed, Page, Source, SourceError};
