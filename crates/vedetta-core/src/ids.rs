@@ -107,3 +107,82 @@ impl<K: Hash + Eq> Ids<K> {
         self.slots.is_empty()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{BTreeMap, BTreeSet};
+
+    use proptest::collection::{btree_set, vec};
+    use proptest::prelude::*;
+    use proptest::test_runner::{Config, TestRunner};
+
+    use super::*;
+
+    #[derive(Debug, Clone)]
+    enum Step {
+        Intern(u8),
+        Release(u8),
+        ReleaseSlot(u32),
+        Keep(BTreeSet<u8>),
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        prop_oneof![
+            12 => (0..40_u8).prop_map(Step::Intern),
+            6 => (0..40_u8).prop_map(Step::Release),
+            1 => (0..50_u32).prop_map(Step::ReleaseSlot),
+            1 => btree_set(0..40_u8, 0..40).prop_map(Step::Keep),
+        ]
+    }
+
+    #[test]
+    fn a_key_keeps_its_number_until_it_is_forgotten_and_numbers_stay_small() {
+        let config = Config { failure_persistence: None, ..Config::default() };
+        let lives = TestRunner::new(config).run(&vec(step(), 1..200), |steps| {
+            let (mut ids, mut model) = (Ids::new(), BTreeMap::<String, Slot>::new());
+            let mut most = 0;
+            for step in steps {
+                match step {
+                    Step::Intern(key) => {
+                        let slot = ids.intern(key.to_string());
+                        let known = model.insert(key.to_string(), slot);
+                        assert!(known.is_none_or(|known| known == slot));
+                    }
+                    Step::Release(key) => {
+                        let key = key.to_string();
+                        if let Some(slot) = model.remove(&key) {
+                            assert_eq!(ids.release(slot), Some(key));
+                            assert_eq!(ids.release(slot), None);
+                        }
+                    }
+                    Step::ReleaseSlot(slot) => {
+                        let released = ids.release(Slot(slot));
+                        let known = model.iter().find(|(_, known)| known.0 == slot);
+                        assert_eq!(released.as_ref(), known.map(|(key, _)| key));
+                        model.retain(|_, known| known.0 != slot);
+                    }
+                    Step::Keep(keys) => {
+                        model.retain(|key, _| keys.contains(&key.parse().unwrap()));
+                        ids.retain(|slot| model.values().any(|kept| *kept == slot));
+                    }
+                }
+                most = most.max(model.len());
+                let mut known: Vec<_> = ids.iter().map(|(slot, key)| (key.clone(), slot)).collect();
+                known.sort();
+                assert_eq!(known, Vec::from_iter(model.clone()));
+                assert_eq!((ids.len(), ids.is_empty()), (model.len(), model.is_empty()));
+                for key in (0..40_u8).map(|key| key.to_string()) {
+                    assert_eq!(ids.find(key.as_str()), model.get(&key).copied());
+                }
+                for (key, slot) in &model {
+                    assert_eq!(ids.key(*slot), Some(key));
+                    assert!((slot.0 as usize) < most, "forgotten numbers are given again");
+                }
+            }
+            Ok(())
+        });
+        if let Err(why) = lives {
+            panic!("{why}");
+        }
+    }
+}

@@ -31,6 +31,8 @@ const RUNNING: u32 = u32::MAX - 1;
 const IDLE: u32 = u32::MAX - 2;
 /// A running key that was not offered again.
 const NEVER: u64 = u64::MAX;
+/// The last moment there is.
+const LAST: u64 = NEVER - 1;
 
 /// The small number of a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -83,9 +85,13 @@ impl Schedule {
     }
 
     /// Wants a run at `at`; says whether that is now its time. A later time than the one that stands is
-    /// ignored, one that is past counts as the present. What runs is run once more.
+    /// ignored, one before the last that was taken counts as that. What runs is run once more.
+    ///
+    /// # Panics
+    ///
+    /// With the last three numbers, which mean something else here.
     pub fn offer(&mut self, slot: Slot, at: Moment) -> bool {
-        let at = at.as_millis().min(NEVER - 1);
+        let at = at.as_millis().clamp(self.reached, LAST);
         let index = slot.0 as usize;
         if index >= self.cells.len() {
             assert!(slot.0 < IDLE, "a slot is a small number");
@@ -110,7 +116,7 @@ impl Schedule {
 
     /// The next key whose time has come; it runs until [`Self::finish`].
     pub fn take(&mut self, now: Moment) -> Option<Slot> {
-        let now = now.as_millis();
+        let now = now.as_millis().min(LAST);
         loop {
             let Some((level, list)) = self.next_list() else {
                 self.reached = self.reached.max(now);
@@ -133,16 +139,16 @@ impl Schedule {
         }
     }
 
-    /// Its run has ended. The time it was offered meanwhile, if it was.
+    /// Its run has ended. When it runs again, if it was offered meanwhile; nothing if it did not run.
     pub fn finish(&mut self, slot: Slot) -> Option<Moment> {
-        let cell = &mut self.cells[slot.0 as usize];
-        debug_assert_eq!(cell.next, RUNNING, "only what was taken can finish");
-        let due = cell.due;
-        *cell = UNKNOWN;
-        (due != NEVER).then(|| {
-            self.link(slot.0, due);
-            Moment::from_millis(due)
-        })
+        let cell = self.cells.get_mut(slot.0 as usize).filter(|cell| cell.next == RUNNING)?;
+        let again = std::mem::replace(cell, UNKNOWN).due;
+        if again == NEVER {
+            return None;
+        }
+        let due = again.max(self.reached);
+        self.link(slot.0, due);
+        Some(Moment::from_millis(due))
     }
 
     /// Takes a wish back; what runs goes on. Whether there was one.
@@ -183,8 +189,8 @@ impl Schedule {
         self.cells.get(slot.0 as usize).is_some_and(|cell| cell.next == RUNNING)
     }
 
-    /// When to look again: nothing is due before. Exact for the next quarter of a second; further off it
-    /// is the time at which the wheel can tell more, so that looking then may find nothing.
+    /// When to look again: nothing is due before. Further off than a quarter of a second it is the time at
+    /// which the wheel can tell more: looking then may find nothing, but no more than once per level.
     pub fn wake_at(&self) -> Option<Moment> {
         let (level, list) = self.next_list()?;
         Some(Moment::from_millis(self.begins(level, list)))
@@ -211,19 +217,17 @@ impl Schedule {
     /// The first moment of a list.
     fn begins(&self, level: usize, list: usize) -> u64 {
         let below = 8 * level;
-        let above = self.reached.checked_shr(8 * (level as u32 + 1)).unwrap_or(0);
-        let start = (above << 8 | list as u64) << below;
-        start.max(self.reached)
+        (self.reached >> below & !0xff | list as u64) << below
     }
 
+    /// By the highest byte in which it differs from `reached`. That byte stays the highest until the list
+    /// moves down, so a key is found where it was put, and keys of one time are always in one list.
     fn place(&self, due: u64) -> (usize, usize) {
-        let differs = self.reached ^ due;
-        let level = (63 - (differs | 1).leading_zeros() as usize) / 8;
-        (level, (due >> (8 * level)) as usize % LISTS)
+        let level = ((self.reached ^ due) | 1).ilog2() as usize / 8;
+        (level, (due >> (8 * level) & 0xff) as usize)
     }
 
-    fn link(&mut self, slot: u32, at: u64) {
-        let due = at.max(self.reached);
+    fn link(&mut self, slot: u32, due: u64) {
         let (level, list) = self.place(due);
         let ends = &mut self.lists[level][list];
         let previous = std::mem::replace(&mut ends.last, slot);
@@ -347,3 +351,6 @@ impl<K: Hash + Eq + Clone> Keyed<K> {
         self.schedule.is_empty()
     }
 }
+
+#[cfg(test)]
+mod tests;
