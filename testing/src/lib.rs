@@ -1,0 +1,22 @@
+//! What tests need of the world outside: real etcd clusters, and links that can be cut.
+//!
+//! Only ever a dev-dependency. What cannot be had panics and says why.
+#![allow(clippy::missing_panics_doc, reason = "a test that cannot have its world should panic")]
+
+pub mod etcd;
+mod proxy;
+
+pub use proxy::Proxy;
+
+use std::time::Duration;
+
+/// What takes longer than this hangs.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Fails instead of hanging.
+pub async fn soon<T>(what: &str, work: impl Future<Output = T>) -> T {
+    match tokio::time::timeout(PATIENCE, work).await {
+        Ok(done) => done,
+        Err(late) => panic!("it hangs: {what}: {late}"),
+    }
+}
