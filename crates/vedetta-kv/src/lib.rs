@@ -24,6 +24,7 @@ mod present;
 mod range;
 mod record;
 mod request;
+mod source;
 mod store;
 mod update;
 mod watch;

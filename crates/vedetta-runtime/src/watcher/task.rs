@@ -281,18 +281,18 @@ impl<S: Source, R: Reconcile> Task<S, R> {
         let applied: Vec<_> = {
             let mut table = self.shared.table.write();
             table.revision = changes.revision;
-            let changed = changes.changes.iter();
-            changed.map(|c| table.apply(&c.key, c.value.as_deref(), c.revision)).collect()
+            let all = changes.changes.iter();
+            all.map(|c| table.apply(&c.key, c.value.as_deref(), c.revision)).collect()
         };
         self.take_in(applied, |i| changes.changes.get(i).map(|change| change.key.clone()));
         self.came_to(changes.revision);
     }
 
     /// Schedules what changed and counts what was wrong.
-    fn take_in(&mut self, applied: Vec<Applied>, key: impl Fn(usize) -> Option<bytes::Bytes>) {
+    fn take_in(&mut self, outcomes: Vec<Applied>, key: impl Fn(usize) -> Option<bytes::Bytes>) {
         let now = self.runner.now();
-        for (i, one) in applied.into_iter().enumerate() {
-            match one {
+        for (i, applied) in outcomes.into_iter().enumerate() {
+            match applied {
                 Applied::Nothing => {}
                 Applied::Changed(slot) => {
                     let at = self.tries(slot).changed(now);
