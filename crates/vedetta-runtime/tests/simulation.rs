@@ -211,6 +211,65 @@ fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap()
 }
 
+/// Lets things happen.
+async fn stir(
+    rng: &mut fastrand::Rng,
+    world: &World,
+    reality: &Arc<Mutex<Reality>>,
+    mut watching: Watching<Room>,
+) -> Watching<Room> {
+    for number in 0..rng.usize(20..80) {
+        let id = IDS[rng.usize(..IDS.len())];
+        let value = number.to_string();
+        match rng.u8(0..30) {
+            0..10 => drop(world.put(key(id, "spec"), &value)),
+            10..12 => drop(world.put(key(id, "status"), &value)),
+            12 => drop(world.put(key(id, "spec"), "poison")),
+            13 => drop(world.put(key(id, "other"), &value)),
+            14 => drop(world.put(key(b"", "spec"), &value)),
+            15..20 => {
+                world.write(
+                    ["spec", "link", "status"]
+                        .map(|kind| key(id, kind))
+                        .iter()
+                        .map(|k| (&k[..], None)),
+                );
+            }
+            20..23 => {
+                let (spec, link) = (key(id, "spec"), key(id, "link"));
+                world.write([
+                    (&spec[..], Some(value.as_bytes())),
+                    (&link[..], Some(value.as_bytes())),
+                ]);
+            }
+            23 => world.compact(),
+            24 => world.cut(),
+            25 => world.mend(),
+            26 => world.blink(),
+            27 => {
+                watching.resync().await;
+                reality.lock().touches.push(Instant::now());
+            }
+            28 => {
+                watching.restart().await;
+                reality.lock().touches.push(Instant::now());
+            }
+            _ => {
+                let grace = Duration::from_millis(rng.u64(0..500));
+                watching.stop(grace).await;
+                let left: usize = reality.lock().running.values().sum();
+                assert_eq!(left, 0, "a stop ends what runs");
+                reality.lock().watcher += 1;
+                watching = start(world, reality);
+            }
+        }
+        if rng.bool() {
+            sleep(Duration::from_millis(rng.u64(0..700))).await;
+        }
+    }
+    watching
+}
+
 /// One random story. What each run saw, to compare two tellings of one seed.
 fn story(seed: u64) -> Vec<(Bytes, u128, bool)> {
     fastrand::seed(seed);
@@ -232,56 +291,8 @@ fn story(seed: u64) -> Vec<(Bytes, u128, bool)> {
         for id in [&b"a"[..], b"old"] {
             reality.lock().things.insert(Bytes::copy_from_slice(id), Room::default());
         }
-        let mut watching = start(&world, &reality);
-        for number in 0..rng.usize(20..80) {
-            let id = IDS[rng.usize(..IDS.len())];
-            let value = number.to_string();
-            match rng.u8(0..30) {
-                0..10 => drop(world.put(key(id, "spec"), &value)),
-                10..12 => drop(world.put(key(id, "status"), &value)),
-                12 => drop(world.put(key(id, "spec"), "poison")),
-                13 => drop(world.put(key(id, "other"), &value)),
-                14 => drop(world.put(key(b"", "spec"), &value)),
-                15..20 => {
-                    world.write(
-                        ["spec", "link", "status"]
-                            .map(|kind| key(id, kind))
-                            .iter()
-                            .map(|k| (&k[..], None)),
-                    );
-                }
-                20..23 => {
-                    let (spec, link) = (key(id, "spec"), key(id, "link"));
-                    world.write([
-                        (&spec[..], Some(value.as_bytes())),
-                        (&link[..], Some(value.as_bytes())),
-                    ]);
-                }
-                23 => world.compact(),
-                24 => world.cut(),
-                25 => world.mend(),
-                26 => world.blink(),
-                27 => {
-                    watching.resync().await;
-                    reality.lock().touches.push(Instant::now());
-                }
-                28 => {
-                    watching.restart().await;
-                    reality.lock().touches.push(Instant::now());
-                }
-                _ => {
-                    let grace = Duration::from_millis(rng.u64(0..500));
-                    watching.stop(grace).await;
-                    let left: usize = reality.lock().running.values().sum();
-                    assert_eq!(left, 0, "a stop ends what runs");
-                    reality.lock().watcher += 1;
-                    watching = start(&world, &reality);
-                }
-            }
-            if rng.bool() {
-                sleep(Duration::from_millis(rng.u64(0..700))).await;
-            }
-        }
+        let watching = start(&world, &reality);
+        let watching = stir(&mut rng, &world, &reality, watching).await;
         // No value stays that cannot be read, no key that means nothing, and the world is calm.
         for id in IDS {
             world.delete(key(id, "other"));
@@ -343,9 +354,9 @@ fn backoff_is_kept(reality: &Reality, delivered: &[(Instant, Bytes)]) {
                     .iter()
                     .any(|(at, key)| is_between(*at) && keys.iter().any(|k| k == key));
             let wait = run.began.duration_since(previous.ended.unwrap());
-            let least = Backoff::default().delay(if touched { 0 } else { earlier }, 0.0);
+            let due = Backoff::default().delay(if touched { 0 } else { earlier }, 0.0);
             assert!(
-                wait >= least,
+                wait >= due,
                 "{wait:?} after {earlier} failures and one more, touched: {touched}"
             );
             failures = if touched { 0 } else { earlier + 1 };
