@@ -19,7 +19,7 @@ use crate::folder::{parent, sync_folder};
 use crate::log;
 use crate::readers::{ReadError, Readers};
 use crate::space::Space;
-use crate::wal::{PATIENCE, WalKeeper, start_over};
+use crate::wal::{PATIENCE, WalKeeper, make_room, start_over};
 use crate::writer::{
     CommitError, File, Message, Mirror, Purpose, Stop, Task, Tx, WriteError, Writer,
 };
@@ -192,6 +192,9 @@ impl Db {
         check_versions(options, &connection, schemas)?;
         prepare(&connection, options.synchronous()).map_err(sql)?;
         start_over(&connection).map_err(sql)?;
+        if options.ballast > 0 {
+            make_room(&options.file);
+        }
         migrate(&connection, schemas).map_err(sql)?;
         let restored = has_table(&connection, "vedetta_backup").map_err(sql)?;
 

@@ -8,6 +8,9 @@
 //! log was moved; pages moved before, in part of a checkpoint, are lost with that fsync and not moved
 //! again. The log still has them, so it stays as it is, and the next start moves it from its beginning.
 
+use std::fs::File;
+use std::io::{self, Read as _};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -118,6 +121,19 @@ pub(crate) fn start_over(connection: &Connection) -> rusqlite::Result<()> {
     let cause = rusqlite::ffi::Error::new(rusqlite::ffi::SQLITE_BUSY);
     let what = "a backup or a check is reading it: try again when that is done";
     Err(rusqlite::Error::SqliteFailure(cause, Some(what.into())))
+}
+
+/// Writes a log out beyond its limit before anything is in it, so that no commit has to make it longer: see
+/// [`LIMIT`]. SQLite takes zeros for the end of a log. Without the room it works all the same.
+pub(crate) fn make_room(database: &Path) {
+    const FRAME: u64 = 4096 + 24;
+    let mut name = database.as_os_str().to_owned();
+    name.push("-wal");
+    let Ok(mut log) = File::options().write(true).open(name) else { return };
+    let mut zeros = io::repeat(0).take(FRAME * u64::from((LIMIT + STEP).unsigned_abs()));
+    if io::copy(&mut zeros, &mut log).and_then(|_| log.sync_all()).is_err() {
+        let _ = log.set_len(0);
+    }
 }
 
 fn keep_short(connection: &Connection, nudged: &Receiver<()>, broken: &AtomicBool) {

@@ -149,3 +149,28 @@ fn a_data_folder_is_held_by_one_at_a_time_and_the_second_is_told_by_whom() {
     fs::write(&file, "not a folder").unwrap();
     assert!(matches!(DataFolder::open(&file), Err(FolderError::Unusable { .. })));
 }
+
+#[tokio::test]
+async fn a_log_has_its_room_from_the_start_and_what_is_in_it_survives_a_crash() {
+    let (folder, crashed) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let mut roomy = options(folder.path());
+    roomy.ballast = 1 << 20;
+    let db = Db::open(&roomy, &[NUMBERS]).unwrap();
+    let log = |folder: &Path| folder.join("test.db-wal");
+    let room = fs::metadata(log(folder.path())).unwrap().len();
+    assert!(room > 12 << 20, "{room}");
+    write(db.clone(), 1).await.unwrap();
+    write(db.clone(), 2).await.unwrap();
+    // What a killed process leaves: a log that ends in zeros.
+    for name in ["test.db", "test.db-wal"] {
+        fs::copy(folder.path().join(name), crashed.path().join(name)).unwrap();
+    }
+    assert_eq!(fs::metadata(log(folder.path())).unwrap().len(), room, "it did not have to grow");
+    close(&db).await;
+    assert_eq!(fs::metadata(log(folder.path())).map_or(0, |log| log.len()), 0);
+    for opening in 1..=2 {
+        let db = open(crashed.path());
+        assert_eq!(numbers(&db).await, [1, 2], "opening {opening}");
+        close(&db).await;
+    }
+}
