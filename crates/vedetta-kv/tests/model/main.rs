@@ -1,5 +1,5 @@
 //! The store and a naive model of it are put through the same made-up life; they must agree on every
-//! answer and on every watch stream. `PROPTEST_CASES` says how many lives (256 unless told).
+//! answer and on every watch stream. `PROPTEST_CASES` says how many lives (2,000 unless told).
 
 mod plan;
 mod reference;
@@ -12,7 +12,9 @@ use proptest::test_runner::{Config, TestCaseError, TestRunner};
 #[test]
 fn random_operations_with_restarts_and_compactions_agree_with_a_naive_model() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let told = std::env::var("PROPTEST_CASES").is_ok();
     let config = Config {
+        cases: if told { Config::default().cases } else { 2_000 },
         failure_persistence: None,
         max_shrink_iters: 2_000,
         max_shrink_time: 120_000, // what hangs takes long to shrink

@@ -23,6 +23,8 @@ pub(crate) enum Step {
     Together(Vec<Write>),
     Range(Range),
     KeepAlive(LeaseId),
+    /// Puts on a lease of a few milliseconds, whose end is waited for.
+    Expire(Vec<Put>),
     Watch {
         slot: usize,
         range: KeyRange,
@@ -42,9 +44,19 @@ pub(crate) enum Write {
     Put(Put),
     Delete(Delete),
     Txn(Txn),
-    Compact { at: Revision, swept: bool },
+    Compact {
+        at: Revision,
+        swept: bool,
+    },
     Grant(Option<LeaseId>),
+    /// Grants [`brief`].
+    GrantBrief,
     Revoke(LeaseId),
+}
+
+/// The lease that soon ends by itself.
+pub(crate) fn brief() -> LeaseId {
+    LeaseId::new(99).unwrap()
 }
 
 /// How many watchers there may be at once.
@@ -112,7 +124,11 @@ impl Standing {
         match write {
             Write::Compact { at, .. } => self.right(at),
             Write::Txn(txn) => self.right_txn(txn),
-            Write::Put(_) | Write::Delete(_) | Write::Grant(_) | Write::Revoke(_) => {}
+            Write::Put(_)
+            | Write::Delete(_)
+            | Write::Grant(_)
+            | Write::GrantBrief
+            | Write::Revoke(_) => {}
         }
     }
 
@@ -144,6 +160,7 @@ fn step() -> impl Strategy<Value = Step> {
         7 => vec(write(), 2..8).prop_map(Step::Together),
         14 => range().prop_map(Step::Range),
         3 => lease().prop_map(Step::KeepAlive),
+        3 => vec(brief_put(), 0..4).prop_map(Step::Expire),
         8 => (0..SLOTS, keys(), watch_options())
             .prop_map(|(slot, range, options)| Step::Watch { slot, range, options }),
         10 => (0..SLOTS).prop_map(|slot| Step::Drain { slot }),
@@ -175,6 +192,16 @@ fn put() -> impl Strategy<Value = Put> {
         value,
         lease,
         previous,
+    })
+}
+
+fn brief_put() -> impl Strategy<Value = Put> {
+    let lease = PutLease::Set(Some(brief()));
+    (key(), value()).prop_map(move |(key, value)| Put {
+        key,
+        value: PutValue::Set(value),
+        lease,
+        previous: false,
     })
 }
 

@@ -140,12 +140,20 @@ impl Model {
     }
 
     pub(crate) fn revoke(&mut self, id: LeaseId) -> Answer<Revision> {
+        self.end_lease(id, Cause::Asked)
+    }
+
+    pub(crate) fn expire(&mut self, id: LeaseId) -> Answer<Revision> {
+        self.end_lease(id, Cause::Expired)
+    }
+
+    fn end_lease(&mut self, id: LeaseId, cause: Cause) -> Answer<Revision> {
         if self.leases.remove(&id).is_none() {
             return Err(Refusal::LeaseNotFound(id));
         }
         let keys = self.keys_of(id);
         self.change(|draft| {
-            keys.iter().for_each(|key| draft.remove(key));
+            keys.iter().for_each(|key| draft.remove(key, cause));
             Ok(draft.revision())
         })
     }
@@ -260,15 +268,15 @@ impl<'m> Draft<'m> {
         Ok(PutDone { revision, previous: before.filter(|_| put.previous) })
     }
 
-    fn remove(&mut self, key: &Bytes) {
+    fn remove(&mut self, key: &Bytes, cause: Cause) {
         let previous = self.now.remove(key);
-        let change = Change::Delete { key: key.clone(), cause: Cause::Asked };
+        let change = Change::Delete { key: key.clone(), cause };
         self.events.push(Event { revision: self.making(), change, previous, tag: 0 });
     }
 
     fn delete(&mut self, delete: &Delete) -> Deleted {
         let gone = within(&self.now, &delete.range);
-        gone.iter().for_each(|key| self.remove(&Bytes::copy_from_slice(key.key())));
+        gone.iter().for_each(|key| self.remove(&Bytes::copy_from_slice(key.key()), Cause::Asked));
         let count = gone.len();
         let previous = if delete.previous { gone } else { Vec::new() };
         Deleted { revision: self.revision(), count, previous }

@@ -15,7 +15,7 @@ use vedetta_kv::{
     WatchError, WatchOptions, Watcher,
 };
 
-use crate::plan::{SLOTS, Standing, Step, Write};
+use crate::plan::{SLOTS, Standing, Step, Write, brief};
 use crate::reference::{Answer, Model, Refusal};
 
 /// Why the two disagree.
@@ -23,6 +23,8 @@ pub(crate) type Verdict<T = ()> = Result<T, String>;
 
 /// Long enough that nothing expires by itself.
 const TTL: Duration = Duration::from_secs(3600);
+/// Of the lease that does.
+const BRIEF: Duration = Duration::from_millis(5);
 /// A step that takes longer than this hangs.
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -71,7 +73,11 @@ enum Reply {
 
 impl Life {
     async fn begin() -> Verdict<Self> {
-        let folder = tempfile::tempdir().map_err(text)?;
+        // In memory where there is such a place: what the disk does is the torture suite's matter.
+        let memory = std::path::Path::new("/dev/shm");
+        let folder =
+            if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() };
+        let folder = folder.map_err(text)?;
         let (db, store) = open(&folder).await?;
         Ok(Self {
             folder,
@@ -118,6 +124,15 @@ impl Life {
                 let got = self.store.keep_alive(id).await.map_err(Refusal::from);
                 same("the answer", &got, &self.model.keep_alive(id))?;
             }
+            Step::Expire(puts) => {
+                // In one commit: else the lease might end before it has its keys.
+                let puts = puts.into_iter().map(Write::Put);
+                self.together(std::iter::once(Write::GrantBrief).chain(puts).collect()).await?;
+                while self.store.lease(brief()).is_some() {
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                }
+                same("whether there was one", &self.model.expire(brief()).is_ok(), &true)?;
+            }
             Step::Watch { slot, range, options } => {
                 self.follows[slot] = self.follow(range, options)?;
             }
@@ -144,6 +159,7 @@ impl Life {
                 let id = wished.or(chosen).unwrap_or(LeaseId::new(i64::MIN).unwrap());
                 Reply::Grant(model.grant(id, TTL))
             }
+            Write::GrantBrief => Reply::Grant(model.grant(brief(), BRIEF)),
             Write::Revoke(id) => Reply::Revoke(model.revoke(*id)),
         }
     }
@@ -346,6 +362,9 @@ async fn ask(store: Store, write: Write) -> Reply {
             Reply::Compact(store.compact(at, swept).await.map_err(Refusal::from))
         }
         Write::Grant(id) => Reply::Grant(store.grant(id, TTL).await.map_err(Refusal::from)),
+        Write::GrantBrief => {
+            Reply::Grant(store.grant(Some(brief()), BRIEF).await.map_err(Refusal::from))
+        }
         Write::Revoke(id) => Reply::Revoke(store.revoke(id).await.map_err(Refusal::from)),
     }
 }
