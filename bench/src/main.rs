@@ -8,6 +8,7 @@ mod floor;
 mod million;
 mod puts;
 mod setup;
+mod slots;
 mod ttl;
 
 use std::process::ExitCode;
@@ -33,6 +34,9 @@ enum Bench {
     /// A million keys: loading, opening, memory, range and count.
     #[command(after_help = million::FIGURES)]
     Million(million::Args),
+    /// Weighted slots, simulated: how much is used and who waits how long.
+    #[command(after_help = slots::FIGURES)]
+    Slots(slots::Args),
     /// Side by side with etcd, each a process of its own, the same client for both.
     #[command(after_help = etcd::COLUMNS)]
     Etcd(etcd::Args),
@@ -66,6 +70,7 @@ fn run(bench: Bench) -> anyhow::Result<()> {
             Bench::Fanout(args) => fanout::run(args).await,
             Bench::Ttl(args) => ttl::run(args).await,
             Bench::Million(args) => million::run(args).await,
+            Bench::Slots(args) => slots::run(&args),
             Bench::Etcd(args) => etcd::run(args).await,
             Bench::EtcdServe(args) => etcd::serve(args).await,
             Bench::EtcdEcho(args) => etcd::echo(args).await,
