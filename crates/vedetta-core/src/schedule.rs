@@ -10,12 +10,16 @@
 //! become one more run. Keys come out in the order of their times, those of one time in the order of
 //! their offers. How much may run at once is the question of [`crate::Slots`].
 //!
-//! The waiting keys hang in a wheel: level `n` has 256 lists, each for `256^n` milliseconds, and a list
-//! moves down a level when its time begins. An offer, a take and a cancel each touch a list's end or
-//! the key's neighbours, however many keys wait; every key moves down at most once per level.
-//! [`Schedule`] knows keys by small numbers, 16 bytes each; [`Keyed`] gives any key such a number.
+//! The waiting keys stand in a wheel: level `n` has 256 lists, each for `256^n` milliseconds, and a list
+//! moves down a level when its time begins. An offer and a take touch the ends of a list, and a cancel
+//! leaves a gap; a list that is more gaps than keys closes up. So each costs the same however many keys
+//! wait, and every key moves down at most once per level. Lists are arrays, not chains: where the next key
+//! is does not wait for the one before to come from memory.
+//!
+//! [`Schedule`] knows keys by small numbers, about 24 bytes each; [`Keyed`] gives any key such a number.
 
 use std::borrow::Borrow;
+use std::collections::VecDeque;
 use std::hash::Hash;
 
 use crate::{Ids, Moment};
@@ -23,13 +27,9 @@ use crate::{Ids, Moment};
 const LEVELS: usize = 8;
 const LISTS: usize = 256;
 
-/// The last of a list, and the head of an empty one.
-const END: u32 = u32::MAX;
-/// In no list: it runs.
-const RUNNING: u32 = u32::MAX - 1;
-/// In no list: nothing is known of it.
-const IDLE: u32 = u32::MAX - 2;
-/// A running key that was not offered again.
+/// In a list: the key that stood here is gone.
+const GAP: u32 = u32::MAX;
+/// The time of a key that nobody wants to run.
 const NEVER: u64 = u64::MAX;
 /// The last moment there is.
 const LAST: u64 = NEVER - 1;
@@ -40,27 +40,62 @@ pub struct Slot(pub u32);
 
 #[derive(Clone, Copy)]
 struct Cell {
+    /// When it is to run, if it waits, or to run again.
     due: u64,
-    next: u32,
-    previous: u32,
+    state: State,
 }
 
-const UNKNOWN: Cell = Cell { due: NEVER, next: IDLE, previous: END };
+#[derive(Clone, Copy, PartialEq)]
+enum State {
+    Idle,
+    /// At that place of the list for its time.
+    Waiting(u32),
+    Running,
+}
 
-#[derive(Clone, Copy)]
+const UNKNOWN: Cell = Cell { due: NEVER, state: State::Idle };
+
+/// Keys in the order of their offers. At most half of it are gaps, so an empty one has none.
+#[derive(Default)]
 struct List {
+    keys: VecDeque<u32>,
+    /// The place of the first. Places count on when that is taken, and may wrap.
     first: u32,
-    last: u32,
+    gaps: usize,
 }
 
-const EMPTY: List = List { first: END, last: END };
+impl List {
+    #[expect(clippy::cast_possible_truncation, reason = "fewer keys than numbers for them")]
+    fn push(&mut self, slot: u32) -> State {
+        let place = self.first.wrapping_add(self.keys.len() as u32);
+        self.keys.push_back(slot);
+        State::Waiting(place)
+    }
+
+    fn pop(&mut self) -> Option<u32> {
+        loop {
+            let slot = self.keys.pop_front()?;
+            self.first = self.first.wrapping_add(1);
+            if slot != GAP {
+                return Some(slot);
+            }
+            self.gaps -= 1;
+        }
+    }
+
+    fn remove(&mut self, place: u32) {
+        self.keys[place.wrapping_sub(self.first) as usize] = GAP;
+        self.gaps += 1;
+    }
+}
 
 /// Keys with the time each is due.
 pub struct Schedule {
     cells: Vec<Cell>,
-    lists: Box<[[List; LISTS]; LEVELS]>,
-    /// Which lists have something.
-    filled: [[u64; LISTS / 64]; LEVELS],
+    /// Those of a level side by side, the nearest level first.
+    lists: Box<[List]>,
+    /// Which lists have something, a bit each.
+    filled: [u64; LEVELS * LISTS / 64],
     /// Everything before it was taken.
     reached: u64,
     waiting: usize,
@@ -77,8 +112,8 @@ impl Schedule {
     pub fn new() -> Self {
         Self {
             cells: Vec::new(),
-            lists: Box::new([[EMPTY; LISTS]; LEVELS]),
-            filled: [[0; LISTS / 64]; LEVELS],
+            lists: std::iter::repeat_with(List::default).take(LEVELS * LISTS).collect(),
+            filled: [0; _],
             reached: 0,
             waiting: 0,
         }
@@ -89,27 +124,25 @@ impl Schedule {
     ///
     /// # Panics
     ///
-    /// With the last three numbers, which mean something else here.
+    /// With the very last number, which means something else here.
     pub fn offer(&mut self, slot: Slot, at: Moment) -> bool {
         let at = at.as_millis().clamp(self.reached, LAST);
         let index = slot.0 as usize;
         if index >= self.cells.len() {
-            assert!(slot.0 < IDLE, "a slot is a small number");
+            assert!(slot.0 != GAP, "a slot is a small number");
             self.cells.resize(index + 1, UNKNOWN);
         }
-        let Cell { due, next, .. } = self.cells[index];
-        if next == IDLE {
-            self.link(slot.0, at);
-            return true;
-        }
+        let Cell { due, state } = self.cells[index];
         if at >= due {
             return false;
         }
-        if next == RUNNING {
-            self.cells[index].due = at;
-        } else {
-            self.unlink(slot.0);
-            self.link(slot.0, at);
+        match state {
+            State::Idle => self.link(slot.0, at),
+            State::Running => self.cells[index].due = at,
+            State::Waiting(place) => {
+                self.unlink(due, place);
+                self.link(slot.0, at);
+            }
         }
         true
     }
@@ -118,30 +151,29 @@ impl Schedule {
     pub fn take(&mut self, now: Moment) -> Option<Slot> {
         let now = now.as_millis().min(LAST);
         loop {
-            let Some((level, list)) = self.next_list() else {
+            let next = self.next_list().map(|list| (list, self.begins(list)));
+            let Some((list, begins)) = next.filter(|(_, begins)| *begins <= now) else {
                 self.reached = self.reached.max(now);
                 return None;
             };
-            let begins = self.begins(level, list);
-            if begins > now {
-                self.reached = self.reached.max(now);
-                return None;
-            }
             self.reached = begins;
-            if level == 0 {
-                let slot = self.lists[0][list].first;
-                self.unlink(slot);
-                let cell = &mut self.cells[slot as usize];
-                (cell.due, cell.next) = (NEVER, RUNNING);
+            if list >= LISTS {
+                self.move_down(list);
+            } else if let Some(slot) = self.lists[list].pop() {
+                self.waiting -= 1;
+                self.close_up(list);
+                self.cells[slot as usize] = Cell { due: NEVER, state: State::Running };
                 return Some(Slot(slot));
             }
-            self.move_down(level, list);
         }
     }
 
     /// Its run has ended. When it runs again, if it was offered meanwhile; nothing if it did not run.
     pub fn finish(&mut self, slot: Slot) -> Option<Moment> {
-        let cell = self.cells.get_mut(slot.0 as usize).filter(|cell| cell.next == RUNNING)?;
+        let cell = self.cells.get_mut(slot.0 as usize)?;
+        if cell.state != State::Running {
+            return None;
+        }
         let again = std::mem::replace(cell, UNKNOWN).due;
         if again == NEVER {
             return None;
@@ -154,27 +186,24 @@ impl Schedule {
     /// Takes a wish back; what runs goes on. Whether there was one.
     pub fn cancel(&mut self, slot: Slot) -> bool {
         let Some(cell) = self.cells.get_mut(slot.0 as usize) else { return false };
-        match cell.next {
-            IDLE => false,
-            RUNNING => std::mem::replace(&mut cell.due, NEVER) != NEVER,
-            _ => {
-                self.unlink(slot.0);
-                self.cells[slot.0 as usize] = UNKNOWN;
-                true
-            }
+        let due = std::mem::replace(&mut cell.due, NEVER);
+        if let State::Waiting(place) = cell.state {
+            cell.state = State::Idle;
+            self.unlink(due, place);
         }
+        due != NEVER
     }
 
     /// Takes all wishes back; what runs goes on.
     pub fn clear(&mut self) {
         for cell in &mut self.cells {
             cell.due = NEVER;
-            if cell.next != RUNNING {
-                *cell = UNKNOWN;
+            if cell.state != State::Running {
+                cell.state = State::Idle;
             }
         }
-        self.lists.as_flattened_mut().fill(EMPTY);
-        self.filled = [[0; LISTS / 64]; LEVELS];
+        self.lists.fill_with(List::default);
+        self.filled = [0; _];
         self.waiting = 0;
     }
 
@@ -186,14 +215,13 @@ impl Schedule {
 
     /// Whether it was taken and has not finished.
     pub fn is_running(&self, slot: Slot) -> bool {
-        self.cells.get(slot.0 as usize).is_some_and(|cell| cell.next == RUNNING)
+        self.cells.get(slot.0 as usize).is_some_and(|cell| cell.state == State::Running)
     }
 
     /// When to look again: nothing is due before. Further off than a quarter of a second it is the time at
     /// which the wheel can tell more: looking then may find nothing, but no more than once per level.
     pub fn wake_at(&self) -> Option<Moment> {
-        let (level, list) = self.next_list()?;
-        Some(Moment::from_millis(self.begins(level, list)))
+        self.next_list().map(|list| Moment::from_millis(self.begins(list)))
     }
 
     /// Keys that wait; one that is to run again after its run does not count.
@@ -207,69 +235,62 @@ impl Schedule {
     }
 
     /// The list that holds the earliest: levels are further off the higher they are.
-    fn next_list(&self) -> Option<(usize, usize)> {
-        self.filled.iter().enumerate().find_map(|(level, words)| {
-            let (word, bits) = words.iter().enumerate().find(|(_, bits)| **bits != 0)?;
-            Some((level, word * 64 + bits.trailing_zeros() as usize))
-        })
+    fn next_list(&self) -> Option<usize> {
+        let (word, bits) = self.filled.iter().enumerate().find(|(_, bits)| **bits != 0)?;
+        Some(word * 64 + bits.trailing_zeros() as usize)
     }
 
-    /// The first moment of a list.
-    fn begins(&self, level: usize, list: usize) -> u64 {
-        let below = 8 * level;
-        (self.reached >> below & !0xff | list as u64) << below
+    /// The first moment of a list that has something.
+    fn begins(&self, list: usize) -> u64 {
+        let below = list / LISTS * 8;
+        (self.reached >> below & !0xff | (list % LISTS) as u64) << below
     }
 
     /// By the highest byte in which it differs from `reached`. That byte stays the highest until the list
     /// moves down, so a key is found where it was put, and keys of one time are always in one list.
-    fn place(&self, due: u64) -> (usize, usize) {
+    fn list_for(&self, due: u64) -> usize {
         let level = ((self.reached ^ due) | 1).ilog2() as usize / 8;
-        (level, (due >> (8 * level) & 0xff) as usize)
+        level * LISTS + (due >> (8 * level) & 0xff) as usize
     }
 
     fn link(&mut self, slot: u32, due: u64) {
-        let (level, list) = self.place(due);
-        let ends = &mut self.lists[level][list];
-        let previous = std::mem::replace(&mut ends.last, slot);
-        if previous == END {
-            ends.first = slot;
-            self.filled[level][list / 64] |= 1 << (list % 64);
-        } else {
-            self.cells[previous as usize].next = slot;
-        }
-        self.cells[slot as usize] = Cell { due, next: END, previous };
+        let list = self.list_for(due);
+        let state = self.lists[list].push(slot);
+        self.filled[list / 64] |= 1 << (list % 64);
+        self.cells[slot as usize] = Cell { due, state };
         self.waiting += 1;
     }
 
-    fn unlink(&mut self, slot: u32) {
-        let Cell { due, next, previous } = self.cells[slot as usize];
-        let (level, list) = self.place(due);
-        let ends = &mut self.lists[level][list];
-        if previous == END {
-            ends.first = next;
-        } else {
-            self.cells[previous as usize].next = next;
-        }
-        if next == END {
-            ends.last = previous;
-        } else {
-            self.cells[next as usize].previous = previous;
-        }
-        if ends.first == END {
-            self.filled[level][list / 64] &= !(1 << (list % 64));
-        }
+    fn unlink(&mut self, due: u64, place: u32) {
+        let list = self.list_for(due);
+        self.lists[list].remove(place);
         self.waiting -= 1;
+        self.close_up(list);
+    }
+
+    /// After a key has left a list: gives its memory back when it was the last, and closes the gaps when
+    /// they are more than the keys.
+    fn close_up(&mut self, index: usize) {
+        let list = &mut self.lists[index];
+        if list.gaps * 2 > list.keys.len() {
+            let keys = std::mem::take(list).keys;
+            for slot in keys.into_iter().filter(|slot| *slot != GAP) {
+                self.cells[slot as usize].state = list.push(slot);
+            }
+        }
+        if list.keys.is_empty() {
+            *list = List::default();
+            self.filled[index / 64] &= !(1 << (index % 64));
+        }
     }
 
     /// Spreads a list whose time begins over the levels below, in its order.
-    fn move_down(&mut self, level: usize, list: usize) {
-        let mut slot = std::mem::replace(&mut self.lists[level][list], EMPTY).first;
-        self.filled[level][list / 64] &= !(1 << (list % 64));
-        while slot != END {
-            let Cell { due, next, .. } = self.cells[slot as usize];
+    fn move_down(&mut self, index: usize) {
+        let list = std::mem::take(&mut self.lists[index]);
+        self.filled[index / 64] &= !(1 << (index % 64));
+        for slot in list.keys.into_iter().filter(|slot| *slot != GAP) {
             self.waiting -= 1;
-            self.link(slot, due);
-            slot = next;
+            self.link(slot, self.cells[slot as usize].due);
         }
     }
 }

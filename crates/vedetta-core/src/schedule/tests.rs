@@ -466,3 +466,15 @@ fn random_lives_agree_with_a_plain_list() {
         panic!("{why}");
     }
 }
+
+#[test]
+fn the_places_of_a_list_that_never_empties_start_again_from_nothing() {
+    let mut list = List { first: u32::MAX - 1, ..List::default() };
+    let places = [10, 11, 12, 13].map(|slot| list.push(slot));
+    let [.., State::Waiting(third), _] = places else { panic!("all wait") };
+    assert_eq!(third, 0);
+    assert_eq!(list.pop(), Some(10));
+    list.remove(third);
+    let taken: Vec<_> = std::iter::from_fn(|| list.pop()).collect();
+    assert_eq!((taken, list.gaps), (vec![11, 13], 0));
+}
