@@ -114,7 +114,8 @@ impl Cluster {
             }
         };
         let address = &self.addresses[at % self.addresses.len()];
-        match Line::connect(address, &self.settings).await {
+        // Boxed: rare and large.
+        match Box::pin(Line::connect(address, &self.settings)).await {
             Ok(line) => {
                 self.turn.now().line = Some(line.clone());
                 Ok(line)

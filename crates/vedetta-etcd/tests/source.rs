@@ -44,9 +44,9 @@ fn op(key: impl Into<Vec<u8>>, value: impl Into<Vec<u8>>) -> TxnOp {
 /// Tells the story of the real etcd, then of ours.
 async fn of_both(story: impl AsyncFn(SocketAddr)) {
     let etcd = etcd::Cluster::start(1).await;
-    story(etcd.node(0).address()).await;
+    Box::pin(story(etcd.node(0).address())).await;
     let ours = Ours::start().await;
-    story(ours.address).await;
+    Box::pin(story(ours.address)).await;
 }
 
 /// All pages, the way the core asks for them.
@@ -542,12 +542,15 @@ async fn any_node_of_a_cluster_will_do_but_not_one_without_a_leader() {
 
     // The third runs, but the first is frozen: it has no leader and says so, though it answers.
     etcd.node_mut(0).freeze();
-    let told = loop {
-        match soon("a node without a leader is noticed", feed.next()).await {
-            Ok(_) => {}
-            ended => break lost(ended),
+    let noticed = async {
+        loop {
+            match feed.next().await {
+                Ok(_) => {}
+                ended => return lost(ended),
+            }
         }
     };
+    let told = soon("a node without a leader is noticed", noticed).await;
     assert!(told.contains("no leader"), "{told}");
     assert!(told.contains(&etcd.node(2).endpoint()), "{told}");
 

@@ -27,12 +27,18 @@ pub struct ClusterFeed {
     turn: Arc<Turn>,
     requests: mpsc::Sender<WatchRequest>,
     answers: Streaming<WatchResponse>,
+    order: Order,
+    silence: Silence,
+}
+
+/// What has come, and what of it is complete.
+struct Order {
+    /// The watch's.
     id: i64,
     /// Everything before this was given out.
     next: Revision,
     /// Changes of a revision whose others are still to come.
     held: Vec<Change>,
-    silence: Silence,
 }
 
 /// What is done when nothing comes, and when.
@@ -88,8 +94,8 @@ impl ClusterFeed {
         }
         let stands = stands.max(created.header.map_or(0, |header| header.revision));
         let silence = Silence::begins(line.patience());
-        let (id, held) = (created.watch_id, Vec::new());
-        let feed = Self { line, turn, requests, answers, id, next: from, held, silence };
+        let order = Order { id: created.watch_id, next: from, held: Vec::new() };
+        let feed = Self { line, turn, requests, answers, order, silence };
         Ok((feed, Revision(stands.cast_unsigned())))
     }
 
@@ -113,14 +119,16 @@ impl ClusterFeed {
             };
             self.silence = Silence::begins(patience);
             if answer.canceled {
-                return Err(cancelled(&self.line, &answer, self.next));
+                return Err(cancelled(&self.line, &answer, self.order.next));
             }
-            if let Some(changes) = self.take(answer) {
+            if let Some(changes) = self.order.take(answer) {
                 return Ok(changes);
             }
         }
     }
+}
 
+impl Order {
     /// What an answer makes complete; nothing if it is part of a revision.
     fn take(&mut self, answer: WatchResponse) -> Option<Changes> {
         if answer.events.is_empty() {
@@ -137,9 +145,10 @@ impl ClusterFeed {
         let new = answer.events.into_iter().filter_map(change);
         self.held.extend(new.filter(|change| change.revision >= self.next));
         let last = self.held.last()?.revision;
-        let whole = match answer.fragment {
-            true => self.held.partition_point(|change| change.revision < last),
-            false => self.held.len(),
+        let whole = if answer.fragment {
+            self.held.partition_point(|change| change.revision < last)
+        } else {
+            self.held.len()
         };
         let rest = self.held.split_off(whole);
         let changes = mem::replace(&mut self.held, rest);
@@ -161,7 +170,7 @@ impl Feed for ClusterFeed {
 
 impl fmt::Debug for ClusterFeed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ClusterFeed").field("next", &self.next).finish_non_exhaustive()
+        f.debug_struct("ClusterFeed").field("next", &self.order.next).finish_non_exhaustive()
     }
 }
 
@@ -189,4 +198,47 @@ fn cancelled(line: &Line, answer: &WatchResponse, asked: Revision) -> SourceErro
         why => why,
     };
     line.lost(&Status::aborted(format!("the watch was cancelled: {why}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::proto::etcdserverpb::ResponseHeader;
+    use super::super::proto::mvccpb::KeyValue;
+    use super::*;
+
+    /// An answer with events of these revisions, from a node that stands at `header`.
+    fn answer(watch_id: i64, header: i64, revisions: &[i64], fragment: bool) -> WatchResponse {
+        let header = Some(ResponseHeader { revision: header, ..Default::default() });
+        let kv = |&mod_revision| Some(KeyValue { mod_revision, ..Default::default() });
+        let events =
+            revisions.iter().map(|revision| Event { kv: kv(revision), ..Default::default() });
+        WatchResponse { header, watch_id, fragment, events: events.collect(), ..Default::default() }
+    }
+
+    #[test]
+    fn only_what_is_complete_is_given_out_and_only_once() {
+        let (ours, nobodys) = (7, -1);
+        let mut order = Order { id: ours, next: Revision(5), held: Vec::new() };
+        for (answer, revisions, complete) in [
+            // Older than what was asked for; and the node is further than this answer is.
+            (answer(ours, 90, &[3, 4, 5, 5, 6], false), Some(vec![5, 5, 6]), 6),
+            // The end of a part may be the middle of a revision.
+            (answer(ours, 90, &[8, 9, 9], true), Some(vec![8]), 8),
+            (answer(ours, 90, &[9], true), None, 8),
+            (answer(nobodys, 90, &[], false), Some(vec![]), 8),
+            (answer(ours, 90, &[9, 10], false), Some(vec![9, 9, 9, 10]), 10),
+            // The answer to our own question may have overtaken events.
+            (answer(nobodys, 90, &[], false), Some(vec![]), 10),
+            (answer(ours, 12, &[], false), Some(vec![]), 12),
+            (answer(ours, 11, &[], false), Some(vec![]), 12),
+            (answer(ours, 13, &[12], false), None, 12),
+            (answer(ours, 13, &[13], false), Some(vec![13]), 13),
+        ] {
+            let asked = format!("{answer:?}");
+            let given = order.take(answer);
+            let of = |changes: &Changes| changes.changes.iter().map(|c| c.revision.0).collect();
+            assert_eq!(given.as_ref().map(of), revisions, "{asked}");
+            assert!(given.is_none_or(|given| given.revision.0 == complete), "{asked}");
+        }
+    }
 }
