@@ -19,7 +19,20 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .extern_path(".mvccpb.KeyValue", "crate::v3::wire::KeyValue")
         .extern_path(".etcdserverpb.WatchResponse", "crate::v3::wire::WatchResponse")
         .compile_fds(files.clone())?;
-    // For the tests, with messages that can be read.
+    // For what asks other servers: messages that can be read.
+    let source = out.join("source");
+    fs::create_dir_all(&source)?;
+    let mut asked = files.clone();
+    for file in &mut asked.file {
+        file.service.retain(|service| ["KV", "Watch", "Auth"].contains(&service.name()));
+    }
+    tonic_prost_build::configure()
+        .build_server(false)
+        .build_transport(false)
+        .bytes(".")
+        .out_dir(source)
+        .compile_fds(asked)?;
+    // For the tests, whose messages own their bytes.
     let client = out.join("client");
     fs::create_dir_all(&client)?;
     tonic_prost_build::configure().build_server(false).out_dir(client).compile_fds(files)?;

@@ -2,17 +2,21 @@
 //!
 //! Both are views of one keyspace and one revision sequence: what one writes the other sees, under the
 //! same number.
+//!
+//! And the other way round: [`Cluster`] is an etcd elsewhere (or a Vedetta), to be listed and followed.
 
 mod authority;
 mod guard;
 mod serve;
+mod source;
 mod tls;
 mod upload;
 mod v2;
 mod v3;
 
 pub use serve::{Endpoint, Limits, serve};
-pub use tls::{Tls, TlsError, TlsFiles};
+pub use source::{BadEndpoint, Cluster, ClusterFeed};
+pub use tls::{ClientTls, Tls, TlsError, TlsFiles};
 
 /// The release of etcd that is spoken here.
 pub(crate) const ETCD_VERSION: &str = "3.4.23";

@@ -7,7 +7,7 @@ use rustls::crypto::ring;
 use rustls::pki_types::pem::{self, PemObject as _};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::{VerifierBuilderError, WebPkiClientVerifier};
-use rustls::{RootCertStore, ServerConfig};
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
 /// The protocols over TLS, the better one first.
 pub(crate) const HTTP2: &[u8] = b"h2";
@@ -49,6 +49,9 @@ pub enum TlsError {
         #[source]
         source: rustls::Error,
     },
+    /// Give both, or neither.
+    #[error("a client's certificate and its key are given together")]
+    HalfAnIdentity,
     /// Give certificates of authorities.
     #[error("the certificates in {} cannot vouch for clients", path.display())]
     NoAuthority {
@@ -58,6 +61,17 @@ pub enum TlsError {
         #[source]
         source: VerifierBuilderError,
     },
+}
+
+/// What a client needs for TLS, in PEM.
+#[derive(Debug, Clone)]
+pub struct ClientTls {
+    /// Who may sign the server's certificate.
+    pub ca: PathBuf,
+    /// The client's own certificate, for servers that ask for one.
+    pub cert: Option<PathBuf>,
+    /// That certificate's private key.
+    pub key: Option<PathBuf>,
 }
 
 /// TLS, ready for [`Endpoint::tls`](crate::Endpoint::tls).
@@ -79,22 +93,50 @@ fn load(files: &TlsFiles) -> Result<Arc<ServerConfig>, TlsError> {
     let verified = match &files.client_ca {
         None => versions.with_no_client_auth(),
         Some(path) => {
-            let mut authorities = RootCertStore::empty();
-            authorities.add_parsable_certificates(certificates(path)?);
             let verifier =
-                WebPkiClientVerifier::builder_with_provider(Arc::new(authorities), provider)
+                WebPkiClientVerifier::builder_with_provider(Arc::new(authorities(path)?), provider)
                     .build()
                     .map_err(|source| TlsError::NoAuthority { path: path.clone(), source })?;
             versions.with_client_cert_verifier(verifier)
         }
     };
-    let unreadable = |source| TlsError::Unreadable { path: files.key.clone(), source };
-    let key = PrivateKeyDer::from_pem_file(&files.key).map_err(unreadable)?;
     let mut config = verified
-        .with_single_cert(certificates(&files.cert)?, key)
+        .with_single_cert(certificates(&files.cert)?, private_key(&files.key)?)
         .map_err(|source| TlsError::Unusable { path: files.cert.clone(), source })?;
     config.alpn_protocols = vec![HTTP2.to_vec(), HTTP1.to_vec()];
     Ok(Arc::new(config))
+}
+
+impl ClientTls {
+    /// Reads the files.
+    pub(crate) fn load(&self) -> Result<Arc<ClientConfig>, TlsError> {
+        let provider = Arc::new(ring::default_provider());
+        let unusable = |path: &Path, source| TlsError::Unusable { path: path.to_owned(), source };
+        let verified = ClientConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .map_err(|source| unusable(&self.ca, source))?
+            .with_root_certificates(authorities(&self.ca)?);
+        let mut config = match (&self.cert, &self.key) {
+            (None, None) => verified.with_no_client_auth(),
+            (Some(cert), Some(key)) => verified
+                .with_client_auth_cert(certificates(cert)?, private_key(key)?)
+                .map_err(|source| unusable(cert, source))?,
+            _ => return Err(TlsError::HalfAnIdentity),
+        };
+        config.alpn_protocols = vec![HTTP2.to_vec()];
+        Ok(Arc::new(config))
+    }
+}
+
+fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
+    let unreadable = |source| TlsError::Unreadable { path: path.to_owned(), source };
+    PrivateKeyDer::from_pem_file(path).map_err(unreadable)
+}
+
+fn authorities(path: &Path) -> Result<RootCertStore, TlsError> {
+    let mut authorities = RootCertStore::empty();
+    authorities.add_parsable_certificates(certificates(path)?);
+    Ok(authorities)
 }
 
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {

@@ -144,11 +144,28 @@ impl Ours {
         folder: TempDir,
         change: impl FnOnce(Endpoint) -> Endpoint,
     ) -> Self {
+        Self::start_on((Ipv4Addr::LOCALHOST, 0).into(), folder, change).await
+    }
+
+    /// Ends it, and starts it again on the same port and data.
+    pub(crate) async fn restart(self) -> Self {
+        let Self { address, store, stop, serving, folder } = self;
+        stop.cancel();
+        soon("the server ends", serving).await.unwrap();
+        store.close().await;
+        Self::start_on(address, folder, |endpoint| endpoint).await
+    }
+
+    async fn start_on(
+        address: SocketAddr,
+        folder: TempDir,
+        change: impl FnOnce(Endpoint) -> Endpoint,
+    ) -> Self {
         let mut options = vedetta_db::Options::new(folder.path().join("vedetta.db"));
         options.ballast = 0;
         let db = Db::open(&options, &[SCHEMA]).unwrap();
         let store = Store::open(db, Options::default()).await.unwrap();
-        let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let listener = tokio::net::TcpListener::bind(address).await.unwrap();
         let address = listener.local_addr().unwrap();
         let stop = CancellationToken::new();
         let endpoint = change(Endpoint::new(store.clone()));
