@@ -7,6 +7,7 @@ mod figures;
 mod floor;
 mod million;
 mod puts;
+mod schedule;
 mod setup;
 mod ttl;
 
@@ -33,6 +34,9 @@ enum Bench {
     /// A million keys: loading, opening, memory, range and count.
     #[command(after_help = million::FIGURES)]
     Million(million::Args),
+    /// A million keys in the schedule, against kube-rs's scheduler and tokio's delay queue.
+    #[command(after_help = schedule::ROWS)]
+    Schedule(schedule::Args),
     /// Side by side with etcd, each a process of its own, the same client for both.
     #[command(after_help = etcd::COLUMNS)]
     Etcd(etcd::Args),
@@ -66,6 +70,7 @@ fn run(bench: Bench) -> anyhow::Result<()> {
             Bench::Fanout(args) => fanout::run(args).await,
             Bench::Ttl(args) => ttl::run(args).await,
             Bench::Million(args) => million::run(args).await,
+            Bench::Schedule(args) => schedule::run(args).await,
             Bench::Etcd(args) => etcd::run(args).await,
             Bench::EtcdServe(args) => etcd::serve(args).await,
             Bench::EtcdEcho(args) => etcd::echo(args).await,
