@@ -7,9 +7,11 @@ mod figures;
 mod floor;
 mod million;
 mod puts;
+mod schedule;
 mod setup;
 mod slots;
 mod ttl;
+mod watch;
 
 use std::process::ExitCode;
 
@@ -37,6 +39,12 @@ enum Bench {
     /// Weighted slots, simulated: how much is used and who waits how long.
     #[command(after_help = slots::FIGURES)]
     Slots(slots::Args),
+    /// A million keys in the schedule, against kube-rs's scheduler and tokio's delay queue.
+    #[command(after_help = schedule::ROWS)]
+    Schedule(schedule::Args),
+    /// Ids under a watcher, from a change to its handler, against kube-rs's Controller.
+    #[command(after_help = watch::FIGURES)]
+    Watch(watch::Args),
     /// Side by side with etcd, each a process of its own, the same client for both.
     #[command(after_help = etcd::COLUMNS)]
     Etcd(etcd::Args),
@@ -71,6 +79,8 @@ fn run(bench: Bench) -> anyhow::Result<()> {
             Bench::Ttl(args) => ttl::run(args).await,
             Bench::Million(args) => million::run(args).await,
             Bench::Slots(args) => slots::run(&args),
+            Bench::Schedule(args) => schedule::run(args).await,
+            Bench::Watch(args) => watch::run(args).await,
             Bench::Etcd(args) => etcd::run(args).await,
             Bench::EtcdServe(args) => etcd::serve(args).await,
             Bench::EtcdEcho(args) => etcd::echo(args).await,
