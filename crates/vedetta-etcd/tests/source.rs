@@ -359,7 +359,8 @@ async fn a_frozen_server_is_given_up_even_by_who_asks_in_small_bites() {
             }
         }
     };
-    lost(soon("silence is noticed in small bites", bites).await);
+    let told = lost(soon("silence is noticed in small bites", bites).await);
+    assert!(told.contains("silent"), "{told}");
     let told = lost(soon("a list ends", source.list(range.clone(), None)).await);
     assert!(told.contains("no answer"), "{told}");
     lost(soon("an opening ends", source.follow(range.clone(), seen)).await);

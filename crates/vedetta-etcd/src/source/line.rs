@@ -182,11 +182,11 @@ impl Line {
 
     /// What a call that failed means.
     pub(super) fn lost(&self, status: &Status) -> SourceError {
-        let told = match status.message() {
-            "" => status.code().description(),
-            told => told,
+        let (told, cause) = match (status.source(), status.message()) {
+            (Some(cause), _) => ("the connection broke", Some(chain(cause).into())),
+            (None, "") => (status.code().description(), None),
+            (None, told) => (told, None),
         };
-        let cause = status.source().map(|cause| chain(cause).into());
         SourceError::Lost(format!("{}: {told}", self.0.endpoint), cause)
     }
 
