@@ -71,7 +71,7 @@ function row(revision, event) {
 function watcherRow(watcher) {
   const tr = document.createElement("tr");
   const phase = cell("what", watcher.phase);
-  phase.dataset.type = watcher.failing > 0 ? "troubled" : watcher.phase;
+  phase.dataset.type = watcher.phase;
   const button = document.createElement("button");
   button.type = "button";
   button.textContent = "Resync";
@@ -80,8 +80,10 @@ function watcherRow(watcher) {
   const action = cell("what", "");
   action.append(button);
   const count = (name) => cell("number", numbers.format(watcher[name]));
+  const failing = count("failing");
+  failing.dataset.type = watcher.failing > 0 ? "some" : "none";
   tr.append(cell("key", watcher.name), cell("key", text(watcher, "prefix")), phase, count("ids"), count("running"),
-    count("waiting"), count("failing"), cell("value", text(watcher, "last_error")), action);
+    count("waiting"), failing, cell("value", text(watcher, "last_error")), action);
   return tr;
 }
 
