@@ -48,9 +48,9 @@ async fn a_watcher_is_shown_with_what_is_wrong_and_can_be_run_again() {
     watching.caught_up(last).await;
     until(|| watching.status().failed > 0 && watching.status().done > 0).await;
 
-    let list = server.get("/api/v1/watchers").await.json();
+    let all = server.get("/api/v1/watchers").await.json();
     let shown = server.get("/api/v1/watchers/numbers").await.json();
-    for watcher in [&list["watchers"][0], &shown] {
+    for watcher in [&all["watchers"][0], &shown] {
         for (name, value) in [
             ("name", json!("numbers")),
             ("prefix", json!("n/")),
