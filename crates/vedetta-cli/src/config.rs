@@ -1,5 +1,8 @@
 //! The config file `vedetta.toml`; `vedetta.toml` in the repository has every key with its default.
 
+mod watch;
+
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
@@ -10,6 +13,8 @@ use clap::Args;
 use serde::Deserialize;
 use vedetta::etcd::TlsFiles;
 use vedetta::kv;
+
+pub(crate) use watch::{Name, Watch};
 
 /// Read when no other is named and it exists.
 const DEFAULT_FILE: &str = "vedetta.toml";
@@ -78,6 +83,8 @@ pub(crate) enum ConfigError {
     EtcdBeyond(SocketAddr),
     #[error("etcd.{0} is set and etcd.{1} is not: TLS needs both")]
     Half(&'static str, &'static str),
+    #[error("watch.{0}.quiet has {1:?}, which is not in its key-types and so never seen")]
+    Quiet(String, String),
     #[error("{} is not a folder", .0.display())]
     Folder(PathBuf),
 }
@@ -89,6 +96,7 @@ pub(crate) struct Config {
     pub(crate) http: Http,
     pub(crate) etcd: Etcd,
     pub(crate) shutdown: Shutdown,
+    pub(crate) watch: BTreeMap<Name, Watch>,
 }
 
 /// The `[store]` table.
@@ -189,11 +197,11 @@ impl Config {
             line,
             message,
         })?;
-        if config.store.url == "embedded" {
-            Ok(config)
-        } else {
-            Err(ConfigError::Store(config.store.url))
+        if config.store.url != "embedded" {
+            return Err(ConfigError::Store(config.store.url));
         }
+        config.watch.iter().try_for_each(|(name, watch)| watch.check(name))?;
+        Ok(config)
     }
 
     /// On error: the line and what is wrong with it.
@@ -263,21 +271,29 @@ mod tests {
         let example: toml::Table = EXAMPLE.parse().unwrap();
         assert_eq!(Config::parse(EXAMPLE), Ok(Config::default()));
         let keys = example.values().map(|table| table.as_table().unwrap().len()).sum::<usize>();
-        assert_eq!(keys, 6, "all but keep-age and TLS, which are off");
+        assert_eq!(keys, 6, "all but keep-age, TLS and watchers, which are off");
     }
 
     #[test]
     fn what_is_commented_out_is_understood_too() {
         let mut on = EXAMPLE.to_owned();
-        for key in ["keep-age", "cert", "key", "client-ca"] {
+        let watch = ["prefix", "run", "key-types", "quiet", "parallel", "timeout", "resync"];
+        for key in ["keep-age", "cert", "key", "client-ca"].iter().chain(&watch) {
             on = on.replace(&format!("# {key} ="), &format!("{key} ="));
         }
+        on = on.replace("# [watch", "[watch");
         let config = Config::parse(&on).unwrap();
         assert_eq!(config.store.keep_age, Some(Duration::from_secs(24 * 3600)));
         let tls = config.etcd.tls().unwrap().unwrap();
         assert_eq!(tls.cert, Path::new("server.crt"));
         assert_eq!(tls.key, Path::new("server.key"));
         assert_eq!(tls.client_ca.as_deref(), Some(Path::new("clients-ca.crt")));
+
+        let whole = &config.watch[&Name("rooms".into())];
+        let bare = "[watch.rooms]\nprefix = '/rooms/'\nrun = ['./on-room.sh']\n\
+            key-types = ['livemeta', 'mixer']\nquiet = ['mixer']\nresync = '1h'";
+        let bare = Config::parse(bare).unwrap();
+        assert_eq!(whole, &bare.watch[&Name("rooms".into())], "the rest are the defaults");
     }
 
     #[test]

@@ -1,3 +1,4 @@
+use std::borrow::Cow;
 use std::fs;
 use std::io::{self, Write};
 use std::net::{SocketAddr, TcpListener};
@@ -10,11 +11,11 @@ use serde::{Serialize, Serializer};
 use vedetta::db::{self, DataFolder};
 use vedetta::kv;
 
-use crate::config::{Config, Place};
+use crate::config::{Config, Name, Place};
 use crate::exit::No;
 use crate::output::{self, Format};
 
-/// Check the data folder, the database, the disk and the ports, and say what to do
+/// Check the data folder, the database, the disk, the ports and the watchers' commands, and say what to do
 ///
 /// Takes the same flags as `vedetta up`, and checks what that would use. Changes nothing (to try fsync it makes
 /// a file and removes it), and can be run beside a server. Ends with exit code 1 if something is broken;
@@ -31,7 +32,7 @@ pub(crate) struct Doctor {
 /// What was looked at, how it is, and what to do about it.
 #[derive(Debug, Serialize)]
 struct Check {
-    name: &'static str,
+    name: Cow<'static, str>,
     state: State,
     detail: String,
 }
@@ -91,6 +92,7 @@ impl Doctor {
             etcd_port(addresses.etcd, holder.as_deref()),
         ];
         checks.extend(PROGRAMS.map(|(program, package)| optional(program, package)));
+        checks.extend(config.watch.iter().map(|(name, watch)| command(name, watch.program())));
         match self.output {
             Format::Json => output::json(out, &serde_json::json!({ "checks": checks }))?,
             Format::Table => {
@@ -106,20 +108,20 @@ impl Doctor {
 }
 
 impl Check {
-    fn ok(name: &'static str, detail: impl Into<String>) -> Self {
-        Self { name, state: State::Ok, detail: detail.into() }
+    fn ok(name: impl Into<Cow<'static, str>>, detail: impl Into<String>) -> Self {
+        Self { name: name.into(), state: State::Ok, detail: detail.into() }
     }
 
-    fn note(name: &'static str, detail: impl Into<String>) -> Self {
-        Self { name, state: State::Note, detail: detail.into() }
+    fn note(name: impl Into<Cow<'static, str>>, detail: impl Into<String>) -> Self {
+        Self { name: name.into(), state: State::Note, detail: detail.into() }
     }
 
-    fn broken(name: &'static str, detail: impl Into<String>) -> Self {
-        Self { name, state: State::Broken, detail: detail.into() }
+    fn broken(name: impl Into<Cow<'static, str>>, detail: impl Into<String>) -> Self {
+        Self { name: name.into(), state: State::Broken, detail: detail.into() }
     }
 
     fn row(&self) -> [String; 3] {
-        [self.name.into(), self.state.word().into(), output::one_line(&self.detail)]
+        [self.name.to_string(), self.state.word().into(), output::one_line(&self.detail)]
     }
 }
 
@@ -267,6 +269,28 @@ fn is_vedetta(address: SocketAddr) -> bool {
     let answer = ureq::Agent::from(config).get(format!("http://{address}/healthz")).call();
     let health = answer.and_then(|mut answer| answer.body_mut().read_json::<serde_json::Value>());
     health.is_ok_and(|health| health["program"] == "vedetta")
+}
+
+/// Whether the command of a watcher can be run.
+fn command(watcher: &Name, program: &str) -> Check {
+    let name = format!("watch.{}", watcher.0);
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let found = if program.contains('/') {
+        Some(PathBuf::from(program)).filter(|file| file.is_file())
+    } else {
+        std::env::split_paths(&path).map(|folder| folder.join(program)).find(|file| file.is_file())
+    };
+    let Some(file) = found else {
+        let place = if program.contains('/') { "a file" } else { "in PATH" };
+        return Check::broken(name, format!("it runs {program}, which is not {place}"));
+    };
+    match rustix::fs::access(&file, rustix::fs::Access::EXEC_OK) {
+        Ok(()) => Check::ok(name, format!("it runs {}", file.display())),
+        Err(_) => {
+            let advice = format!("chmod +x {}", file.display());
+            Check::broken(name, format!("{} is not executable: {advice}", file.display()))
+        }
+    }
 }
 
 fn optional(program: &'static str, package: &str) -> Check {

@@ -45,7 +45,7 @@ impl Kv {
 }
 
 /// Bytes that come as `NAME` or `NAME_b64`.
-fn bytes(text: Option<&String>, b64: Option<&String>) -> Vec<u8> {
+pub(crate) fn bytes(text: Option<&String>, b64: Option<&String>) -> Vec<u8> {
     use base64::Engine as _;
     match (text, b64) {
         (Some(text), _) => text.clone().into_bytes(),

@@ -9,6 +9,7 @@ mod exit;
 mod kv;
 mod output;
 mod up;
+mod watcher;
 
 use std::process::ExitCode;
 
@@ -31,6 +32,7 @@ struct Cli {
 enum Command {
     Up(up::Up),
     Kv(kv::Kv),
+    Watcher(watcher::Watcher),
     Doctor(doctor::Doctor),
     Backup(backup::Backup),
     Completions(completions::Completions),
@@ -41,6 +43,7 @@ fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Up(up) => up.run(),
         Command::Kv(kv) => kv.run(out),
+        Command::Watcher(watcher) => watcher.run(out),
         Command::Doctor(doctor) => doctor.run(out),
         Command::Backup(backup) => backup.run(out),
         Command::Completions(completions) => completions.run(out),

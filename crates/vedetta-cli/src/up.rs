@@ -1,7 +1,7 @@
 use std::io::{self, IsTerminal as _, Write as _};
 use std::net::SocketAddr;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use clap::{Args, ValueEnum};
@@ -14,10 +14,11 @@ use vedetta::dashboard::{self, Api};
 use vedetta::db::{self, DataFolder, Db, FolderError};
 use vedetta::etcd::{self, Endpoint};
 use vedetta::kv::{self, Store};
+use vedetta::runtime::{Keys, Watching};
 
 use crate::config::{Addresses, Config, ConfigError, Place};
 
-/// Run the store with its HTTP API, page and etcd endpoint, until Ctrl-C or SIGTERM
+/// Run the store with its HTTP API, page and etcd endpoint, and the declared watchers, until Ctrl-C or SIGTERM
 ///
 /// Prints where the page and the etcd endpoint are, and `ready` when both serve. Logs go to stderr; `VEDETTA_LOG` says how much, for
 /// example `debug`.
@@ -29,6 +30,9 @@ pub(crate) struct Up {
     #[arg(long, value_enum, env = "VEDETTA_LOG_FORMAT")]
     log_format: Option<LogFormat>,
 }
+
+/// What is left when the end has come may take so long to go.
+const LAST_MOMENT: Duration = Duration::from_millis(500);
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum LogFormat {
@@ -48,7 +52,10 @@ impl Up {
             .enable_all()
             .build()
             .context("cannot start")?;
-        runtime.block_on(run(&config, &self.place.data, addresses))
+        let done = runtime.block_on(run(&config, &self.place.data, addresses));
+        // What still runs is dropped, which ends commands and all that they started.
+        runtime.shutdown_timeout(LAST_MOMENT);
+        done
     }
 }
 
@@ -69,8 +76,14 @@ async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Resu
         Some(tls) => endpoint.tls(tls),
         None => endpoint,
     };
+    let (mut api, mut watchers) = (Api::new(store.clone()), Vec::new());
+    for (name, watch) in &config.watch {
+        let watching = watch.start(name, store.clone(), &format!("http://{http}"));
+        api = api.watcher(&name.0, watching.handle());
+        watchers.push(watching);
+    }
     let mut serving = JoinSet::new();
-    serving.spawn(dashboard::serve(http_listener, Api::new(store.clone()), stop.clone()));
+    serving.spawn(dashboard::serve(http_listener, api, stop.clone()));
     serving.spawn(etcd::serve(etcd_listener, endpoint, stop.clone()));
     let revision = store.status().revision;
     tracing::info!(%http, %etcd, data = %data.display(), %revision, "serving");
@@ -90,16 +103,33 @@ async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Resu
         }
     }
     tracing::info!(grace = ?config.shutdown.grace, "stopping; a second signal ends it at once");
-    tokio::spawn(async move {
-        signals.next().await;
-        tracing::warn!("ended by a second signal");
-        std::process::exit(1);
-    });
-    stop.cancel();
-    drain(&mut serving, config.shutdown.grace).await;
-    store.close().await;
+    let end = async {
+        let until = Instant::now() + config.shutdown.grace;
+        // First what may still want to read and write.
+        stop_watchers(watchers, config.shutdown.grace).await;
+        stop.cancel();
+        drain(&mut serving, until.saturating_duration_since(Instant::now())).await;
+        store.close().await;
+    };
+    tokio::select! {
+        () = end => {}
+        () = signals.next() => anyhow::bail!("ended by a second signal"),
+    }
     tracing::info!("stopped");
     Ok(())
+}
+
+/// Lets commands that run finish within `grace`, and kills the rest.
+async fn stop_watchers(watchers: Vec<Watching<Keys>>, grace: Duration) {
+    let mut stopping: JoinSet<_> =
+        watchers.into_iter().map(|watching| watching.stop(grace)).collect();
+    while let Some(killed) = stopping.join_next().await {
+        match killed {
+            Ok(0) => {}
+            Ok(killed) => tracing::warn!(killed, "the grace time is over: killed commands"),
+            Err(error) => tracing::error!(%error, "a watcher broke down"),
+        }
+    }
 }
 
 async fn listen(

@@ -1,8 +1,10 @@
-// Shows the store live: the numbers from the overview, the changes from a watch on all keys.
+// Shows the store live: the numbers from the overview, the changes from a watch on all keys, and the
+// watchers, if there are any, as often as the numbers.
 // What comes from the store is only ever set as text.
 
 const SHOWN = 50; // changes on the page
 const VALUE = 200; // characters of a value
+const TROUBLES = 20; // ids shown of those that a watcher has trouble with
 const SIGNS = { put: "✓ put", delete: "✕ delete", expire: "◌ expire" };
 
 const line = document.getElementById("line");
@@ -25,10 +27,14 @@ function size(bytes) {
   return `${unit === 0 ? bytes : bytes.toFixed(1)} ${units[unit]}`;
 }
 
+async function ask(path) {
+  const answer = await fetch(`api/v1/${path}`);
+  if (!answer.ok) throw new Error(`${path} answered ${answer.status}`);
+  return answer.json();
+}
+
 async function overview() {
-  const answer = await fetch("api/v1/overview");
-  if (!answer.ok) throw new Error(`the overview answered ${answer.status}`);
-  const now = await answer.json();
+  const [now] = await Promise.all([ask("overview"), watchers()]);
   for (const tile of document.querySelectorAll("[data-tile]")) {
     const number = now[tile.dataset.tile];
     tile.textContent = tile.dataset.tile === "size" ? size(number) : numbers.format(number);
@@ -61,6 +67,68 @@ function row(revision, event) {
   tr.append(cell("number", revision), what, cell("key", text(event, "key")), cell("value", text(event, "value")));
   return tr;
 }
+
+function watcherRow(watcher) {
+  const tr = document.createElement("tr");
+  const phase = cell("what", watcher.phase);
+  phase.dataset.type = watcher.phase;
+  const button = document.createElement("button");
+  button.type = "button";
+  button.textContent = "Resync";
+  button.dataset.watcher = watcher.name;
+  button.setAttribute("aria-label", `Resync ${watcher.name}`);
+  const action = cell("what", "");
+  action.append(button);
+  const count = (name) => cell("number", numbers.format(watcher[name]));
+  const failing = count("failing");
+  failing.dataset.type = watcher.failing > 0 ? "some" : "none";
+  tr.append(cell("key", watcher.name), cell("key", text(watcher, "prefix")), phase, count("ids"), count("running"),
+    count("waiting"), failing, cell("value", text(watcher, "last_error")), action);
+  return tr;
+}
+
+function troubleRow(trouble) {
+  const why = (trouble.unreadable ?? []).map(({ key_type, error }) => `cannot read ${key_type}: ${error}`);
+  if (trouble.error !== undefined) {
+    const wait = (trouble.retry_in_ms / 1000).toFixed(1);
+    why.unshift(`failed ${trouble.failures} times, again in ${wait} s: ${trouble.error}`);
+  }
+  const td = cell("trouble", `${text(trouble, "id")}: ${visible(why.join("\n").slice(0, 5 * VALUE))}`);
+  td.colSpan = 9;
+  const tr = document.createElement("tr");
+  tr.append(td);
+  return tr;
+}
+
+// Something runs or fails, which changes without a change in the store.
+let busy = false;
+
+async function watchers() {
+  const { watchers: all } = await ask("watchers");
+  const rows = [];
+  for (const watcher of all) {
+    rows.push(watcherRow(watcher));
+    if (watcher.failing + watcher.unreadable > 0) {
+      const { troubles } = await ask(`watchers/${encodeURIComponent(watcher.name)}?limit=${TROUBLES}`);
+      rows.push(...troubles.map(troubleRow));
+    }
+  }
+  busy = all.some(({ phase, running, waiting, failing }) => running + waiting + failing > 0 || phase !== "following");
+  const section = document.getElementById("watchers");
+  const focused = document.activeElement?.dataset.watcher;
+  section.hidden = all.length === 0;
+  section.querySelector("tbody").replaceChildren(...rows);
+  if (focused !== undefined) section.querySelector(`button[data-watcher="${CSS.escape(focused)}"]`)?.focus();
+}
+
+document.getElementById("watchers").addEventListener("click", async ({ target }) => {
+  const name = target.dataset.watcher;
+  if (name === undefined) return;
+  target.disabled = true; // until the row is drawn again
+  // If it cannot be asked, the line above the page says so.
+  await fetch(`api/v1/watchers/${encodeURIComponent(name)}/resync`, { method: "POST" }).catch(() => {});
+  stale = true;
+});
 
 // Messages wait here for the next frame; of a flood only the last are drawn.
 let waiting = [];
@@ -116,7 +184,7 @@ async function follow() {
 let ticks = 0;
 setInterval(() => {
   ticks += 1;
-  if (!document.hidden && (stale || ticks % 5 === 0)) {
+  if (!document.hidden && (stale || busy || ticks % 5 === 0)) {
     stale = false;
     overview().catch(() => {});
   }

@@ -1,5 +1,6 @@
 //! The routes.
 
+use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,11 +14,12 @@ use serde::{Deserialize, Serialize};
 use tokio_util::sync::CancellationToken;
 use vedetta_core::Revision;
 use vedetta_kv::Store;
+use vedetta_runtime::Handle;
 
 use crate::error::ApiError;
 use crate::input::JsonBody;
 use crate::json::Json;
-use crate::{guard, kv, leases, page, watch};
+use crate::{guard, kv, leases, page, watch, watchers};
 
 /// Bytes of a request's body.
 const BODY: usize = 2 << 20;
@@ -26,6 +28,7 @@ const BODY: usize = 2 << 20;
 #[derive(Clone)]
 pub struct Api {
     pub(crate) store: Store,
+    pub(crate) watchers: BTreeMap<String, Handle>,
     pub(crate) limits: Limits,
 }
 
@@ -59,7 +62,14 @@ impl Default for Limits {
 impl Api {
     /// Serves `store`.
     pub fn new(store: Store) -> Self {
-        Self { store, limits: Limits::default() }
+        Self { store, watchers: BTreeMap::new(), limits: Limits::default() }
+    }
+
+    /// The same with a watcher of that store, under a name.
+    #[must_use]
+    pub fn watcher(mut self, name: impl Into<String>, watcher: Handle) -> Self {
+        self.watchers.insert(name.into(), watcher);
+        self
     }
 
     /// The same with other limits.
@@ -74,6 +84,7 @@ impl Api {
 #[derive(Clone)]
 pub(crate) struct Context {
     pub(crate) store: Store,
+    pub(crate) watchers: Arc<BTreeMap<String, Handle>>,
     pub(crate) limits: Arc<Limits>,
     pub(crate) stop: CancellationToken,
     /// The address we listen on: with the loopback names, what a `Host` may say.
@@ -89,6 +100,9 @@ pub(crate) fn router(context: Context) -> Router {
         .route("/leases/{id}", get(leases::show).delete(leases::revoke))
         .route("/leases/{id}/keep", post(leases::keep))
         .route("/watch", get(watch::watch))
+        .route("/watchers", get(watchers::list))
+        .route("/watchers/{name}", get(watchers::show))
+        .route("/watchers/{name}/resync", post(watchers::resync))
         .route("/compact", post(compact))
         .route("/overview", get(overview));
     Router::new()

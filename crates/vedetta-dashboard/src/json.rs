@@ -1,5 +1,7 @@
 //! Bytes in JSON: as text where they are UTF-8, as base64 under another name where they are not.
 
+use std::time::Duration;
+
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use base64::Engine as _;
@@ -33,6 +35,14 @@ impl<'a> Text<'a> {
         Self { names: ("key", "key_b64"), bytes }
     }
 
+    pub(crate) fn prefix(bytes: &'a [u8]) -> Self {
+        Self { names: ("prefix", "prefix_b64"), bytes }
+    }
+
+    pub(crate) fn id(bytes: &'a [u8]) -> Self {
+        Self { names: ("id", "id_b64"), bytes }
+    }
+
     pub(crate) fn value(bytes: &'a [u8]) -> Self {
         Self { names: ("value", "value_b64"), bytes }
     }
@@ -46,6 +56,10 @@ impl Serialize for Text<'_> {
             Err(_) => serializer.collect_map([(b64, BASE64_STANDARD.encode(self.bytes))]),
         }
     }
+}
+
+pub(crate) fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// A key with all that is known of it.

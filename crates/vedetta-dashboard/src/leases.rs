@@ -10,7 +10,7 @@ use vedetta_kv::KvError;
 use crate::api::Context;
 use crate::error::ApiError;
 use crate::input::{JsonBody, LeasePath, Query, lease_id};
-use crate::json::{Json, Text};
+use crate::json::{Json, Text, millis};
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -49,10 +49,6 @@ struct Lease {
     id: String,
     ttl_ms: u64,
     remaining_ms: u64,
-}
-
-fn millis(duration: Duration) -> u64 {
-    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
 pub(crate) async fn list(

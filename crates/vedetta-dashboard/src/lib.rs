@@ -1,7 +1,7 @@
-//! The HTTP API of the store and its page.
+//! The HTTP API of the store and its watchers, and their page.
 //!
 //! ```text
-//!  accept ─► a place among the connections ─► head within its time ─► Host, Origin ─► route ─► store
+//!  accept ─► a place among the connections ─► head within its time ─► Host, Origin ─► route ─► store, watchers
 //! ```
 //!
 //! JSON under `/api/v1`, server-sent events for watches, one page that shows the store live. Everything
@@ -18,6 +18,7 @@ mod leases;
 mod page;
 mod serve;
 mod watch;
+mod watchers;
 
 pub use api::{Api, Limits};
 pub use serve::serve;

@@ -19,6 +19,7 @@ pub async fn serve(listener: TcpListener, api: Api, stop: CancellationToken) {
     let limits = Arc::new(api.limits);
     let context = Context {
         store: api.store,
+        watchers: Arc::new(api.watchers),
         limits: Arc::clone(&limits),
         stop: stop.clone(),
         listening: address.ip(),

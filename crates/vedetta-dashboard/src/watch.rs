@@ -235,6 +235,7 @@ mod tests {
             rest: None,
             context: Context {
                 store: store.clone(),
+                watchers: Arc::default(),
                 limits: Arc::new(Limits::default()),
                 stop: CancellationToken::new(),
                 listening: Ipv4Addr::LOCALHOST.into(),

@@ -2,9 +2,14 @@
 //!
 //! [`Runner`] owns the schedule, the slots and what runs. [`Watcher`] keeps a typed picture of what a
 //! [`Source`](vedetta_core::Source) says should be, and has a [`Runner`] bring each part of it about.
+//! [`Declared`] is a watcher that runs a [`Command`] for that.
 
+mod command;
+mod declared;
 mod runner;
 pub mod watcher;
 
+pub use command::{Command, CommandError};
+pub use declared::{Declared, Keys};
 pub use runner::{Ended, Limits, Outcome, Runner};
-pub use watcher::{Next, Reconcile, State, Watcher, Watching};
+pub use watcher::{Handle, Next, Reconcile, State, Watcher, Watching};

@@ -158,6 +158,7 @@ impl Watcher {
     /// Starts it, on a task of its own.
     pub fn start<S: Source, R: Reconcile>(self, source: S, reconcile: R) -> Watching<R::State> {
         let shared = Arc::new(Shared {
+            prefix: self.prefix.clone(),
             table: RwLock::new(Table::new(self.prefix.clone(), self.key_types.clone())),
             status: Mutex::new(Status::default()),
             progress: watch::Sender::new(Progress::default()),
@@ -215,17 +216,18 @@ impl<S: State> Watching<S> {
 
     /// Up to `limit` ids that are not as they should be, and why.
     pub fn troubles(&self, limit: usize) -> Vec<(Id, Trouble)> {
-        let now = Moment::reached(self.shared.began.elapsed());
-        self.shared.table.read().troubles(limit, now)
+        self.shared.troubles(limit)
     }
 
     /// How it is doing.
     pub fn status(&self) -> Status {
-        let mut status = self.shared.status.lock().clone();
-        let table = self.shared.table.read();
-        (status.ids, status.failing, status.revision) =
-            (table.len(), table.failing(), table.revision);
-        status
+        self.shared.status()
+    }
+
+    /// For those who look at it and steer it, and do not know what its states are.
+    pub fn handle(&self) -> Handle {
+        let seen = Arc::clone(&self.shared) as Arc<dyn Seen>;
+        Handle { seen, commands: self.commands.clone() }
     }
 
     /// What happens from now on. A reader that is more than 1,024 events behind misses some and is told.
@@ -261,6 +263,61 @@ impl<S: State> Watching<S> {
 impl<S: State> Drop for Watching<S> {
     fn drop(&mut self) {
         self.stop.cancel();
+    }
+}
+
+/// A watcher as seen from outside, whatever its states are. It does not keep the watcher running.
+#[derive(Clone)]
+pub struct Handle {
+    seen: Arc<dyn Seen>,
+    commands: mpsc::Sender<Command>,
+}
+
+impl Handle {
+    /// How the keys begin that it watches.
+    pub fn prefix(&self) -> &[u8] {
+        self.seen.prefix()
+    }
+
+    /// See [`Watching::status`].
+    pub fn status(&self) -> Status {
+        self.seen.status()
+    }
+
+    /// See [`Watching::troubles`].
+    pub fn troubles(&self, limit: usize) -> Vec<(Id, Trouble)> {
+        self.seen.troubles(limit)
+    }
+
+    /// See [`Watching::resync`]. Whether there is still one to ask.
+    pub async fn resync(&self) -> bool {
+        self.commands.send(Command::Resync).await.is_ok()
+    }
+}
+
+/// What of [`Shared`] does not depend on the type of the states.
+trait Seen: Send + Sync {
+    fn prefix(&self) -> &[u8];
+    fn status(&self) -> Status;
+    fn troubles(&self, limit: usize) -> Vec<(Id, Trouble)>;
+}
+
+impl<S: State> Seen for Shared<S> {
+    fn prefix(&self) -> &[u8] {
+        &self.prefix
+    }
+
+    fn status(&self) -> Status {
+        let mut status = self.status.lock().clone();
+        let table = self.table.read();
+        (status.ids, status.failing, status.revision) =
+            (table.len(), table.failing(), table.revision);
+        status
+    }
+
+    fn troubles(&self, limit: usize) -> Vec<(Id, Trouble)> {
+        let now = Moment::reached(self.began.elapsed());
+        self.table.read().troubles(limit, now)
     }
 }
 
@@ -373,6 +430,7 @@ struct Progress {
 
 /// What the task shares with those who hold [`Watching`]. Only the task writes.
 struct Shared<S> {
+    prefix: Bytes,
     table: RwLock<Table<S>>,
     status: Mutex<Status>,
     progress: watch::Sender<Progress>,

@@ -1,4 +1,5 @@
-//! Vedetta as a library: the embedded store, the server of its HTTP API, and etcd's protocols over it.
+//! Vedetta as a library: the embedded store, watchers that reconcile, the server of the HTTP API, and etcd's
+//! protocols over the store.
 //!
 //! ```
 //! use vedetta::db::{DataFolder, Db};
@@ -25,8 +26,9 @@
 //! # }
 //! ```
 
-pub use vedetta_core::{KeyRange, Revision};
+pub use vedetta_core::{self as core, KeyRange, Revision};
 pub use vedetta_dashboard as dashboard;
 pub use vedetta_db as db;
 pub use vedetta_etcd as etcd;
 pub use vedetta_kv as kv;
+pub use vedetta_runtime as runtime;

@@ -5,3 +5,4 @@ mod doctor;
 mod kv;
 mod support;
 mod up;
+mod watcher;

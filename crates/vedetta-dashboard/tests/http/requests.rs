@@ -200,6 +200,11 @@ async fn a_wrong_request_gets_a_status_a_code_and_a_sentence() {
         ("GET /api/v1/kv?color=red", "", 422, "invalid"),
         ("GET /api/v1/watch", "", 422, "invalid"),
         ("GET /api/v1/watch?key=a&prefix=b", "", 422, "invalid"),
+        ("GET /api/v1/watchers?color=red", "", 422, "invalid"),
+        ("GET /api/v1/watchers/none", "", 404, "not_found"),
+        ("POST /api/v1/watchers/none/resync", "", 404, "not_found"),
+        ("GET /api/v1/watchers/none/resync", "", 405, "wrong_method"),
+        ("GET /api/v1/watchers/%FF", "", 422, "invalid"),
         ("GET /api/v1/leases/none", "", 422, "invalid"),
         ("GET /api/v1/leases/%FF", "", 422, "invalid"),
         ("GET /api/v1/leases/1", "", 404, "not_found"),
@@ -279,6 +284,8 @@ async fn a_page_of_another_origin_can_neither_change_nor_read() {
         ("GET /api/v1/kv/k", "Sec-Fetch-Site", "same-origin", 200),
         ("DELETE /api/v1/kv/none", "Origin", &near, 403),
         ("POST /api/v1/leases/1/keep", "Origin", &near, 403),
+        ("POST /api/v1/watchers/rooms/resync", "Origin", &near, 403),
+        ("POST /api/v1/watchers/rooms/resync", "Sec-Fetch-Site", "cross-site", 403),
         ("GET /", "Sec-Fetch-Site", "cross-site", 200), // following a link is fine
     ] {
         let headers = [("Content-Type", "application/json"), (header, value)];

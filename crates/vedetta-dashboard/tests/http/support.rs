@@ -46,6 +46,17 @@ impl Server {
         Self { store, address, stop, serving, _folder: folder }
     }
 
+    /// The same store, served again with a watcher of it.
+    pub(crate) async fn serve_with(self, name: &str, watcher: vedetta_runtime::Handle) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let api = Api::new(self.store.clone()).watcher(name, watcher);
+        self.stop.cancel();
+        let stop = CancellationToken::new();
+        let serving = tokio::spawn(serve(listener, api, stop.clone()));
+        Self { address, stop, serving, ..self }
+    }
+
     /// Sends a request as it stands, and reads the answer to its end.
     pub(crate) async fn raw(&self, request: &[u8]) -> Answer {
         let mut line = TcpStream::connect(self.address).await.unwrap();

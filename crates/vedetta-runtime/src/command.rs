@@ -1,0 +1,288 @@
+//! Runs a command once, and leaves nothing of it behind when it is ended from outside.
+//!
+//! ```text
+//! input ──stdin──► ┌─────────────────────────┐ ──exit code 0──► done
+//!                  │ a process group its own │
+//!                  └─────────────────────────┘ ──anything else──► the end of stderr, as the error
+//!                     ▲ SIGKILL to all of it: time is up, or the run was dropped
+//! ```
+//!
+//! What a command that ended by itself leaves in the background goes on. Neither the arguments nor the
+//! input nor the output are ever logged here: they may hold secrets.
+
+use std::ffi::{OsStr, OsString};
+use std::process::{ExitStatus, Stdio};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process_group};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::process::Child;
+use tokio::time::timeout;
+
+/// Bytes of stderr that are kept: the last ones, where the reason is.
+const KEPT: usize = 8 << 10;
+/// What a command wrote before its end is there at once; what it left in the background may hold stderr
+/// open for ever.
+const REST: Duration = Duration::from_millis(100);
+
+/// A command that may be run.
+#[derive(Debug, Clone)]
+pub struct Command {
+    program: OsString,
+    arguments: Vec<OsString>,
+    variables: Vec<(OsString, OsString)>,
+    limit: Duration,
+}
+
+/// Why a command did not do what it should. For people to read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CommandError {
+    /// It is not there, or may not be run.
+    #[error("cannot start {}", .0.display())]
+    Start(OsString, #[source] std::io::Error),
+    /// It said no.
+    #[error("it ended with {}{}", ending(*.status), after_colon(.stderr))]
+    Failed {
+        /// How it ended.
+        status: ExitStatus,
+        /// The last it wrote to stderr.
+        stderr: String,
+    },
+    /// Its time was up; nothing of it is left.
+    #[error("it took longer than {limit:?} and was killed{}", after_colon(.stderr))]
+    Timeout {
+        /// How long it had.
+        limit: Duration,
+        /// The last it wrote to stderr.
+        stderr: String,
+    },
+    /// There is no telling how it ended.
+    #[error("cannot wait for its end")]
+    Wait(#[source] std::io::Error),
+}
+
+impl CommandError {
+    /// The same without what the command wrote: for logs.
+    pub fn briefly(&self) -> String {
+        match self {
+            Self::Failed { status, .. } => format!("it ended with {}", ending(*status)),
+            Self::Timeout { limit, .. } => format!("it took longer than {limit:?} and was killed"),
+            Self::Start(program, error) => format!("cannot start {}: {error}", program.display()),
+            Self::Wait(error) => format!("cannot wait for its end: {error}"),
+        }
+    }
+}
+
+fn ending(status: ExitStatus) -> String {
+    use std::os::unix::process::ExitStatusExt as _;
+    match (status.code(), status.signal()) {
+        (Some(code), _) => format!("exit code {code}"),
+        (None, Some(signal)) => format!("signal {signal}"),
+        (None, None) => status.to_string(),
+    }
+}
+
+fn after_colon(stderr: &str) -> String {
+    if stderr.is_empty() { String::new() } else { format!(": {stderr}") }
+}
+
+impl Command {
+    /// Runs `program` with these arguments, without a shell. With a slash in it, it is a path, from the
+    /// working directory if it is relative; otherwise it is looked up in `PATH`. It may take `limit`.
+    pub fn new<T: Into<OsString>>(
+        program: T,
+        arguments: impl IntoIterator<Item = T>,
+        limit: Duration,
+    ) -> Self {
+        let arguments = arguments.into_iter().map(Into::into).collect();
+        Self { program: program.into(), arguments, variables: Vec::new(), limit }
+    }
+
+    /// Sets a variable of its environment, beside those of this process.
+    #[must_use]
+    pub fn variable(mut self, name: &str, value: impl AsRef<OsStr>) -> Self {
+        self.variables.push((name.into(), value.as_ref().to_owned()));
+        self
+    }
+
+    /// Runs it to its end, with `input` on stdin; what it prints to stdout is dropped.
+    ///
+    /// Cancel safety: a dropped future kills the command and all that it started.
+    pub async fn run(&self, input: &[u8]) -> Result<(), CommandError> {
+        let child = tokio::process::Command::new(&self.program)
+            .args(&self.arguments)
+            .envs(self.variables.iter().map(|(name, value)| (name, value)))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .process_group(0)
+            .kill_on_drop(true) // after the group, which has no other way to be waited for
+            .spawn()
+            .map_err(|error| CommandError::Start(self.program.clone(), error))?;
+        let mut group = Group(child);
+        let (stdin, stderr) = (group.0.stdin.take(), group.0.stderr.take());
+        let mut tail = Tail::default();
+        let ended = {
+            let feed = async move {
+                if let Some(mut stdin) = stdin {
+                    // It need not read all of it.
+                    let _ = stdin.write_all(input).await;
+                }
+            };
+            let (mut feed, mut errors) = (std::pin::pin!(feed), std::pin::pin!(tail.fill(stderr)));
+            let (mut is_fed, mut is_read) = (false, false);
+            let whole = async {
+                loop {
+                    tokio::select! {
+                        status = group.0.wait() => break status,
+                        () = &mut feed, if !is_fed => is_fed = true,
+                        () = &mut errors, if !is_read => is_read = true,
+                    }
+                }
+            };
+            let ended = timeout(self.limit, whole).await;
+            if ended.is_err() {
+                group.kill();
+                group.0.wait().await.map_err(CommandError::Wait)?;
+            }
+            if !is_read && !matches!(&ended, Ok(Ok(status)) if status.success()) {
+                let _ = timeout(REST, errors).await;
+            }
+            ended
+        };
+        let stderr = tail.text();
+        match ended {
+            Ok(Ok(status)) if status.success() => Ok(()),
+            Ok(Ok(status)) => Err(CommandError::Failed { status, stderr }),
+            Ok(Err(error)) => Err(CommandError::Wait(error)),
+            Err(_) => Err(CommandError::Timeout { limit: self.limit, stderr }),
+        }
+    }
+}
+
+/// A command and all it started, as long as it has not been waited for: until then its number is not
+/// given to another.
+struct Group(Child);
+
+impl Group {
+    fn kill(&self) {
+        let pid = self.0.id().and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw);
+        if let Some(pid) = pid {
+            // It may just have ended by itself.
+            let _ = kill_process_group(pid, Signal::KILL);
+        }
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// The last that was written.
+#[derive(Default)]
+struct Tail {
+    bytes: Vec<u8>,
+    is_cut: bool,
+}
+
+impl Tail {
+    async fn fill(&mut self, from: Option<impl AsyncRead + Unpin>) {
+        let Some(mut from) = from else { return };
+        let mut piece = vec![0; KEPT];
+        while let Ok(read @ 1..) = from.read(&mut piece).await {
+            self.bytes.extend_from_slice(&piece[..read]);
+            let over = self.bytes.len().saturating_sub(KEPT);
+            self.is_cut |= over > 0;
+            self.bytes.drain(..over);
+        }
+    }
+
+    fn text(&self) -> String {
+        let text = String::from_utf8_lossy(&self.bytes);
+        let cut = if self.is_cut { "…" } else { "" };
+        format!("{cut}{}", text.trim())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(script: &str) -> Command {
+        Command::new("sh", ["-c", script], Duration::from_secs(60))
+    }
+
+    fn alive(pid: &str) -> bool {
+        // A zombie has ended too, though nobody has asked how.
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.trim()));
+        stat.is_ok_and(|stat| !stat.contains(") Z "))
+    }
+
+    async fn until(what: &str, condition: impl Fn() -> bool) {
+        let wait = async {
+            while !condition() {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        };
+        timeout(Duration::from_secs(30), wait).await.unwrap_or_else(|_| panic!("no {what}"));
+    }
+
+    #[tokio::test]
+    async fn a_command_gets_its_input_and_environment_and_says_how_it_ended() {
+        let check = r#"test "$(cat)" = "the input" && test "$COLOR" = blue"#;
+        let command = shell(check).variable("COLOR", "blue");
+        command.run(b"the input").await.unwrap();
+        let error = command.run(b"another").await.unwrap_err();
+        assert_eq!(error.to_string(), "it ended with exit code 1");
+        let error = shell("echo out; echo first >&2; echo why >&2; exit 3").run(b"").await;
+        assert_eq!(error.unwrap_err().to_string(), "it ended with exit code 3: first\nwhy");
+        let error = shell("kill -s KILL $$").run(b"").await.unwrap_err();
+        assert_eq!(error.to_string(), "it ended with signal 9");
+        let error = Command::new("./no-such-program", [], REST).run(b"").await.unwrap_err();
+        assert_eq!(error.to_string(), "cannot start ./no-such-program");
+    }
+
+    #[tokio::test]
+    async fn more_input_and_output_than_a_pipe_holds_is_no_standstill() {
+        let input = vec![b'x'; 1 << 20];
+        let flood =
+            r#"test "$(cat | tee /dev/stderr | wc -c)" = 1048576 && echo the end >&2; exit 1"#;
+        let error = shell(flood).run(&input).await.unwrap_err().to_string();
+        assert!(error.ends_with("the end") && error.contains(": …xxx"), "{error:.80}");
+        assert!(error.len() < KEPT + 100, "{} bytes", error.len());
+        shell("exit 0").run(&input).await.expect("it need not read it");
+    }
+
+    #[tokio::test]
+    async fn when_the_time_is_up_all_of_it_is_killed() {
+        let folder = tempfile::tempdir().unwrap();
+        let pid = folder.path().join("pid");
+        let script = format!("sleep 600 & echo $! >{}; echo stuck >&2; wait", pid.display());
+        let command = Command::new("sh", ["-c", &script], Duration::from_millis(500));
+        let error = command.run(b"").await.unwrap_err().to_string();
+        assert_eq!(error, "it took longer than 500ms and was killed: stuck");
+        let pid = std::fs::read_to_string(pid).unwrap();
+        until("end of the child", || !alive(&pid)).await;
+    }
+
+    #[tokio::test]
+    async fn a_run_that_is_dropped_is_killed_and_what_it_left_by_itself_goes_on() {
+        let folder = tempfile::tempdir().unwrap();
+        let pid = folder.path().join("pid");
+        let read = || std::fs::read_to_string(&pid).unwrap_or_default();
+        let script = format!("sleep 600 & echo $! >{}; wait", pid.display());
+        let run = tokio::spawn(async move { shell(&script).run(b"").await });
+        until("start", || read().ends_with('\n')).await;
+        run.abort();
+        until("end of the child", || !alive(&read())).await;
+
+        std::fs::remove_file(&pid).unwrap();
+        let script = format!("sleep 600 & echo $! >{}; exit 7", pid.display());
+        assert!(shell(&script).run(b"").await.is_err());
+        assert!(alive(&read()), "it ended by itself, so nothing of it is killed");
+        std::process::Command::new("kill").arg(read().trim()).status().unwrap();
+    }
+}
