@@ -39,6 +39,11 @@ impl Proxy {
         self.address
     }
 
+    /// Whether anybody is connected.
+    pub fn is_used(&self) -> bool {
+        self.link.receiver_count() > 1 // one is that of who accepts
+    }
+
     /// From now on no byte passes, and nobody is told: connections stay, and new ones are accepted.
     pub fn cut(&self) {
         self.link.send_modify(|link| link.whole = false);

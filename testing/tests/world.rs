@@ -12,8 +12,10 @@ const A_WHILE: Duration = Duration::from_millis(200);
 async fn a_cut_link_passes_nothing_until_it_is_mended() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let proxy = Proxy::to(listener.local_addr().unwrap()).await;
+    assert!(!proxy.is_used());
     let mut client = TcpStream::connect(proxy.address()).await.unwrap();
     let (mut server, _) = soon("the link is there", listener.accept()).await.unwrap();
+    assert!(proxy.is_used());
     let mut byte = [0];
 
     client.write_all(b"1").await.unwrap();
@@ -30,6 +32,12 @@ async fn a_cut_link_passes_nothing_until_it_is_mended() {
     proxy.hang_up();
     assert!(matches!(soon("both are told", client.read(&mut byte)).await, Ok(0) | Err(_)));
     assert!(matches!(soon("both are told", server.read(&mut byte)).await, Ok(0) | Err(_)));
+    soon("nobody is connected", async {
+        while proxy.is_used() {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await;
 }
 
 #[tokio::test]
