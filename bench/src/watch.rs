@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
+use bytes::Bytes;
 use parking_lot::Mutex;
 use serde::Deserialize;
 use tokio::sync::Notify;
@@ -81,6 +82,10 @@ impl Script {
         u32::try_from(u64::from(change) * 7_919 % u64::from(self.ids)).unwrap_or(0)
     }
 
+    fn key(self, change: u32) -> String {
+        format!("/things/{}/spec", self.id(change))
+    }
+
     fn value(change: u32) -> String {
         format!(r#"{{"change":{change},"node":"node-{}","size":{}}}"#, change % 97, change % 1013)
     }
@@ -114,9 +119,28 @@ pub(crate) struct Spec {
     size: u32,
 }
 
+/// The changes as they lie in memory, made before anything is measured.
+struct Tape(Vec<(Bytes, Bytes)>);
+
+impl Tape {
+    fn of(script: Script) -> Self {
+        let changes = 0..script.changes;
+        Self(changes.map(|n| (script.key(n).into(), Script::value(n).into())).collect())
+    }
+
+    fn key(&self, change: u32) -> &Bytes {
+        &self.0[change as usize].0
+    }
+
+    fn value(&self, change: u32) -> &Bytes {
+        &self.0[change as usize].1
+    }
+}
+
 /// What the handlers saw.
 pub(crate) struct Seen {
     script: Script,
+    tape: Tape,
     began: Instant,
     runs: AtomicU64,
     /// Ids whose last state was handled.
@@ -129,7 +153,8 @@ impl Seen {
     fn new(script: Script) -> Arc<Self> {
         Arc::new(Self {
             script,
-            began: Instant::now(),
+            tape: Tape::of(script),
+            began: Instant::now(), // the last to be made
             runs: AtomicU64::new(0),
             settled: AtomicU32::new(0),
             delays: Mutex::default(),
@@ -229,8 +254,8 @@ fn child(args: &Args, who: Who) -> anyhow::Result<Measured> {
 #[expect(clippy::cast_precision_loss, reason = "figures for people")]
 async fn measure(args: &Args, who: Who) -> anyhow::Result<Measured> {
     let fast = Script { ids: args.ids, changes: args.changes, pace: None };
-    let (before, cpu) = (resident()?, Cpu::now()?);
     let seen = Seen::new(fast);
+    let (before, cpu) = (resident()?, Cpu::now()?);
     let running = start(who, &seen).await?;
     seen.done.notified().await;
     let (took, used) = (seen.began.elapsed(), Cpu::now()?.since(&cpu));

@@ -12,7 +12,7 @@ use kube::runtime::{WatchStreamExt as _, reflector, watcher};
 use serde::Deserialize;
 use tokio::task::JoinSet;
 
-use super::{PARALLEL, Running, Script, Seen, Spec};
+use super::{PARALLEL, Running, Seen, Spec};
 
 #[derive(Debug, Clone, Deserialize)]
 struct Thing {
@@ -48,21 +48,18 @@ impl Resource for Thing {
 fn changes(
     seen: &Arc<Seen>,
 ) -> impl stream::Stream<Item = Result<watcher::Event<Thing>, watcher::Error>> + use<> {
-    let (script, began) = (seen.script, seen.began);
+    let seen = Arc::clone(seen);
     let first = stream::iter([watcher::Event::Init, watcher::Event::InitDone]);
-    let rest = stream::unfold(0, move |at| async move {
-        let now = script.next(began, at).await;
-        let end = now.end;
+    let rest = stream::unfold((seen, 0), move |(seen, at)| async move {
+        let now = seen.script.next(seen.began, at).await;
+        let (end, also) = (now.end, Arc::clone(&seen));
         let events = now.map(move |change| {
-            let name = Some(script.id(change).to_string());
-            let value = Script::value(change);
-            let spec = serde_json::from_str(&value).expect("the value is JSON");
-            watcher::Event::Apply(Thing {
-                metadata: ObjectMeta { name, ..ObjectMeta::default() },
-                spec,
-            })
+            let name = Some(also.script.id(change).to_string());
+            let spec = serde_json::from_slice(also.tape.value(change)).expect("the value is JSON");
+            let metadata = ObjectMeta { name, ..ObjectMeta::default() };
+            watcher::Event::Apply(Thing { metadata, spec })
         });
-        Some((stream::iter(events), end))
+        Some((stream::iter(events), (seen, end)))
     });
     first.chain(rest.flatten()).map(Ok)
 }

@@ -1,9 +1,8 @@
 //! The watcher, on changes from memory and on the embedded store.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use bytes::Bytes;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use vedetta_core::{Change, Changes, Feed, KeyRange, Page, Revision, Source, SourceError};
@@ -11,7 +10,7 @@ use vedetta_kv::Put;
 use vedetta_runtime::watcher::{BoxError, Effect, Id};
 use vedetta_runtime::{Next, Reconcile, State, Watcher};
 
-use super::{PARALLEL, Running, Script, Seen, Spec};
+use super::{PARALLEL, Running, Seen, Spec};
 use crate::setup;
 
 /// Tasks that put at the same time.
@@ -44,8 +43,7 @@ fn watcher() -> Watcher {
 }
 
 pub(super) fn start(seen: &Arc<Seen>) -> Running {
-    let source = Scripted { script: seen.script, began: seen.began };
-    Box::new(watcher().start(source, Hand(Arc::clone(seen))))
+    Box::new(watcher().start(Scripted(Arc::clone(seen)), Hand(Arc::clone(seen))))
 }
 
 /// The same changes, put durably into a store by many.
@@ -67,8 +65,8 @@ pub(super) async fn start_on_store(seen: &Arc<Seen>) -> anyhow::Result<Running> 
             });
             for change in mine {
                 tokio::time::sleep_until((seen.began + script.due(change)).into()).await;
-                let key = format!("/things/{}/spec", script.id(change));
-                let put = store.put(Put::new(key, Script::value(change)));
+                let (key, value) = (seen.tape.key(change), seen.tape.value(change));
+                let put = store.put(Put::new(key.clone(), value.clone()));
                 tokio::select! {
                     done = put => drop(done.expect("a put succeeds")),
                     () = stop.cancelled() => return,
@@ -80,10 +78,7 @@ pub(super) async fn start_on_store(seen: &Arc<Seen>) -> anyhow::Result<Running> 
 }
 
 /// Changes from memory.
-struct Scripted {
-    script: Script,
-    began: Instant,
-}
+struct Scripted(Arc<Seen>);
 
 impl Source for Scripted {
     type Feed = ScriptedFeed;
@@ -97,24 +92,23 @@ impl Source for Scripted {
         _: KeyRange,
         _: Revision,
     ) -> Result<(ScriptedFeed, Revision), SourceError> {
-        let feed = ScriptedFeed { script: self.script, began: self.began, next: 0 };
+        let feed = ScriptedFeed { seen: Arc::clone(&self.0), next: 0 };
         Ok((feed, Revision::FRESH))
     }
 }
 
 struct ScriptedFeed {
-    script: Script,
-    began: Instant,
+    seen: Arc<Seen>,
     next: u32,
 }
 
 impl Feed for ScriptedFeed {
     async fn next(&mut self) -> Result<Changes, SourceError> {
-        let now = self.script.next(self.began, self.next).await;
+        let now = self.seen.script.next(self.seen.began, self.next).await;
         self.next = now.end;
         let changes = now.clone().map(|change| Change {
-            key: Bytes::from(format!("/things/{}/spec", self.script.id(change))),
-            value: Some(Bytes::from(Script::value(change))),
+            key: self.seen.tape.key(change).clone(),
+            value: Some(self.seen.tape.value(change).clone()),
             revision: Revision(u64::from(change) + 2),
         });
         Ok(Changes { changes: changes.collect(), revision: Revision(u64::from(now.end) + 1) })

@@ -38,6 +38,7 @@ pub use request::{
     Compare, CompareOp, CompareTarget, Delete, Deleted, KvError, Op, OpReply, Order, Put, PutDone,
     PutLease, PutValue, Range, Ranged, SortBy, Txn, TxnDone,
 };
+pub use source::StoreFeed;
 pub use store::{Limits, OpenError, Options, SCHEMA, Status, Store};
 pub use update::{Update, WITH_DIRECTORY, Write};
 /// Why there is no copy of the store, and why the database could not store something (part of

@@ -1,14 +1,16 @@
+use std::time::Duration;
+
 use bytes::Bytes;
 use vedetta_core::{Change, Changes, Entry, Feed, KeyRange, Page, Revision, Source, SourceError};
 
-use crate::{KvError, Range, Store, WatchError, WatchOptions, Watcher};
+use crate::{Event, KvError, Range, Store, WatchError, WatchOptions, Watcher};
 
 /// Keys of a page: a store in the same process has no message that could get too large.
 const PAGE: usize = 10_000;
 
 /// The store in the same process.
 impl Source for Store {
-    type Feed = Watcher;
+    type Feed = StoreFeed;
 
     async fn list(&self, range: KeyRange, at: Option<Revision>) -> Result<Page, SourceError> {
         let request = Range { at, limit: Some(PAGE), uncounted: true, ..Range::new(range) };
@@ -29,22 +31,47 @@ impl Source for Store {
         &self,
         range: KeyRange,
         from: Revision,
-    ) -> Result<(Watcher, Revision), SourceError> {
+    ) -> Result<(StoreFeed, Revision), SourceError> {
         let options = WatchOptions { from: Some(from), previous: false, ..WatchOptions::default() };
         let watcher = self.watch(range, options).map_err(lost)?;
-        Ok((watcher, self.revision()))
+        Ok((StoreFeed { watcher, told: Revision(from.0.saturating_sub(1)) }, self.revision()))
     }
 }
 
-impl Feed for Watcher {
+/// The changes of a store in the same process.
+pub struct StoreFeed {
+    watcher: Watcher,
+    /// How far we said that it has come.
+    told: Revision,
+}
+
+/// A feed for which nothing happens says that often how far it has come, if it has.
+const QUIET: Duration = Duration::from_secs(1);
+
+impl Feed for StoreFeed {
     async fn next(&mut self) -> Result<Changes, SourceError> {
-        let batch = Self::next(self).await.map_err(lost)?;
-        let changes = batch.iter().map(|event| Change {
-            key: Bytes::copy_from_slice(event.key()),
-            value: event.now().map(|now| Bytes::copy_from_slice(now.value())),
-            revision: event.revision,
-        });
-        Ok(Changes { changes: changes.collect(), revision: batch.last() })
+        loop {
+            let batch = tokio::time::timeout(QUIET, self.watcher.next()).await;
+            let (changes, revision) = match batch {
+                Ok(batch) => {
+                    let batch = batch.map_err(lost)?;
+                    (batch.iter().map(change).collect(), batch.last())
+                }
+                Err(_) => (Vec::new(), self.watcher.progress()),
+            };
+            if revision > self.told || !changes.is_empty() {
+                self.told = self.told.max(revision);
+                return Ok(Changes { changes, revision });
+            }
+        }
+    }
+}
+
+fn change(event: &Event) -> Change {
+    Change {
+        key: Bytes::copy_from_slice(event.key()),
+        value: event.now().map(|now| Bytes::copy_from_slice(now.value())),
+        revision: event.revision,
     }
 }
 

@@ -13,12 +13,13 @@
 //! A run is a task, so a panic in it is its failure alone. A slot is held until the task has really ended,
 //! also when its time is up or it was cancelled.
 
-use std::collections::HashMap;
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::num::NonZeroU32;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
+use hashbrown::HashMap;
 use tokio::task::{AbortHandle, Id, JoinError, JoinSet};
 use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep_until, timeout};
 use vedetta_core::slots::{Held, Ticket};
@@ -239,6 +240,11 @@ impl<T: Send + 'static> Runner<T> {
     {
         let (limit, beat) = (self.limits.timeout, self.beat.clone());
         let abort = self.tasks.spawn(async move {
+            let mut work = std::pin::pin!(work);
+            // What ends at once needs no clock.
+            if let Poll::Ready(done) = poll_fn(|cx| Poll::Ready(work.as_mut().poll(cx))).await {
+                return done;
+            }
             let work = async {
                 match beat {
                     Some((period, beat)) => beating(slot, period, &*beat, work).await,
@@ -275,13 +281,12 @@ impl<T: Send + 'static> Runner<T> {
     }
 }
 
-async fn beating<F: Future>(
+async fn beating<F: Future + Unpin>(
     slot: Slot,
     period: Duration,
     beat: &(dyn Fn(Slot) + Send + Sync),
-    work: F,
+    mut work: F,
 ) -> F::Output {
-    let mut work = std::pin::pin!(work);
     let mut beats = interval_at(Instant::now() + period, period);
     beats.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {

@@ -93,6 +93,7 @@ pub trait Reconcile: Send + Sync + 'static {
 pub struct Watcher {
     prefix: Bytes,
     key_types: Option<HashSet<String>>,
+    quiet: HashSet<String>,
     parallel: NonZeroU32,
     timeout: Option<Duration>,
     backoff: Backoff,
@@ -112,6 +113,7 @@ impl Watcher {
         Self {
             prefix: prefix.into(),
             key_types: None,
+            quiet: HashSet::new(),
             parallel: PARALLEL,
             timeout: Some(Duration::from_secs(300)),
             backoff: Backoff::default(),
@@ -123,6 +125,14 @@ impl Watcher {
     #[must_use]
     pub fn key_types<T: Into<String>>(mut self, types: impl IntoIterator<Item = T>) -> Self {
         self.key_types = Some(types.into_iter().map(Into::into).collect());
+        self
+    }
+
+    /// Keeps these key types in the state, but nothing is reconciled for them: as if the state called them
+    /// [`Effect::Quiet`].
+    #[must_use]
+    pub fn quiet<T: Into<String>>(mut self, types: impl IntoIterator<Item = T>) -> Self {
+        self.quiet = types.into_iter().map(Into::into).collect();
         self
     }
 
@@ -159,7 +169,11 @@ impl Watcher {
     pub fn start<S: Source, R: Reconcile>(self, source: S, reconcile: R) -> Watching<R::State> {
         let shared = Arc::new(Shared {
             prefix: self.prefix.clone(),
-            table: RwLock::new(Table::new(self.prefix.clone(), self.key_types.clone())),
+            table: RwLock::new(Table::new(
+                self.prefix.clone(),
+                self.key_types.clone(),
+                self.quiet.clone(),
+            )),
             status: Mutex::new(Status::default()),
             progress: watch::Sender::new(Progress::default()),
             events: broadcast::Sender::new(EVENTS_KEPT),

@@ -93,7 +93,7 @@ impl Source for Embedded {
 
 /// A feed until the line is cut.
 struct Line {
-    feed: vedetta_kv::Watcher,
+    feed: vedetta_kv::StoreFeed,
     link: watch::Receiver<Link>,
     cuts: u64,
 }

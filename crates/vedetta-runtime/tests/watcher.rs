@@ -295,6 +295,23 @@ async fn a_change_begins_the_waits_anew_and_a_status_of_its_own_does_not() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_quiet_key_type_is_seen_and_triggers_nothing() {
+    let world = World::new();
+    let (watching, hand) = watching(rooms().quiet(["mixer"]), &world).await;
+    world.put("/rooms/a/meta", "1");
+    sleep(ms(10)).await;
+    world.put("/rooms/a/mixer", "m1");
+    sleep(ms(10)).await;
+    assert_eq!(watching.get("a").unwrap().mixer.as_deref(), Some("m1"));
+    world.delete("/rooms/a/mixer");
+    sleep(ms(10)).await;
+    assert_eq!(watching.get("a").unwrap().mixer, None);
+    world.put("/rooms/a/meta", "2");
+    sleep(ms(10)).await;
+    assert_eq!(hand.lines(), ["0 a: 1 -", "30 a: 2 -"]);
+}
+
+#[tokio::test(start_paused = true)]
 async fn changes_of_a_failing_id_do_not_make_it_a_busy_loop() {
     let world = World::new();
     let (_watching, hand) = watching(rooms(), &world).await;

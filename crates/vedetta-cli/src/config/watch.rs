@@ -52,15 +52,15 @@ impl Watch {
         let Run { program, arguments } = self.run.clone();
         let command =
             Command::new(program, arguments, self.timeout.0).variable("VEDETTA_SERVER", server);
-        let quiet = self.quiet.iter().flat_map(|types| types.0.iter().cloned()).collect();
-        let mut watcher = Watcher::new(self.prefix.0.clone()).parallel(self.parallel);
+        let quiet = self.quiet.iter().flat_map(|types| types.0.iter().cloned());
+        let mut watcher = Watcher::new(self.prefix.0.clone()).parallel(self.parallel).quiet(quiet);
         if let Some(types) = &self.key_types {
             watcher = watcher.key_types(types.0.iter().cloned());
         }
         if let Some(period) = self.resync {
             watcher = watcher.resync_every(period.0);
         }
-        Declared { name: name.0.clone(), command, quiet }.start(watcher, source)
+        Declared { name: name.0.clone(), command }.start(watcher, source)
     }
 }
 

@@ -142,6 +142,8 @@ pub(super) struct Table<S> {
     prefix: Bytes,
     /// Key types to heed; all without one.
     heeded: Option<HashSet<String>>,
+    /// Key types that trigger nothing, whatever the state says.
+    quiet: HashSet<String>,
     ids: Ids<Id>,
     things: Vec<Thing<S>>,
     kinds: Ids<Box<str>>,
@@ -150,10 +152,15 @@ pub(super) struct Table<S> {
 }
 
 impl<S: State> Table<S> {
-    pub(super) fn new(prefix: Bytes, heeded: Option<HashSet<String>>) -> Self {
+    pub(super) fn new(
+        prefix: Bytes,
+        heeded: Option<HashSet<String>>,
+        quiet: HashSet<String>,
+    ) -> Self {
         Self {
             prefix,
             heeded,
+            quiet,
             ids: Ids::new(),
             things: Vec::new(),
             kinds: Ids::new(),
@@ -310,7 +317,7 @@ impl<S: State> Table<S> {
     }
 
     fn put(&mut self, slot: Slot, kind: &str, value: &[u8], revision: Revision) -> Applied {
-        let number = self.kinds.intern(kind.into());
+        let number = self.kinds.find(kind).unwrap_or_else(|| self.kinds.intern(kind.into()));
         if slot.0 as usize >= self.things.len() {
             self.things.resize_with(slot.0 as usize + 1, Thing::default);
         }
@@ -323,7 +330,7 @@ impl<S: State> Table<S> {
         match effect(thing.state.as_deref(), kind, Some(value)) {
             Ok((state, effect)) => {
                 let is_new = thing.state.replace(Arc::new(state)).is_none();
-                if is_new || effect == Effect::Wanted {
+                if is_new || effect == Effect::Wanted && !self.quiet.contains(kind) {
                     return Applied::Changed(slot);
                 }
                 Applied::Nothing
@@ -350,7 +357,10 @@ impl<S: State> Table<S> {
         match effect(thing.state.as_deref(), kind, None) {
             Ok((state, effect)) => {
                 thing.state = Some(Arc::new(state));
-                if effect == Effect::Wanted { Applied::Changed(slot) } else { Applied::Nothing }
+                if effect == Effect::Wanted && !self.quiet.contains(kind) {
+                    return Applied::Changed(slot);
+                }
+                Applied::Nothing
             }
             Err(error) => self.unreadable(slot, number, error),
         }
