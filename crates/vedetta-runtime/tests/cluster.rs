@@ -167,9 +167,7 @@ async fn whatever_happens_to_an_etcd_its_watcher_ends_as_it_says() {
     stage
         .chapter("its node is killed", async |writer| {
             let node = place.watched_node(&stage).await;
-            let lost = stage.watching.status().lost;
-            place.cluster.node_mut(node).kill();
-            stage.loses_its_line(lost).await;
+            stage.loses_its_line(async || place.cluster.node_mut(node).kill()).await;
             writer.goes_on().await;
             assert_ne!(place.watched_node(&stage).await, node);
             place.cluster.node_mut(node).restart().await;
@@ -178,9 +176,7 @@ async fn whatever_happens_to_an_etcd_its_watcher_ends_as_it_says() {
     stage
         .chapter("its node is frozen", async |writer| {
             let node = place.watched_node(&stage).await;
-            let lost = stage.watching.status().lost;
-            place.cluster.node_mut(node).freeze();
-            stage.loses_its_line(lost).await;
+            stage.loses_its_line(async || place.cluster.node_mut(node).freeze()).await;
             writer.goes_on().await;
             assert_ne!(place.watched_node(&stage).await, node);
             place.cluster.node_mut(node).thaw();
@@ -190,9 +186,7 @@ async fn whatever_happens_to_an_etcd_its_watcher_ends_as_it_says() {
         .chapter("the network hangs up", async |writer| {
             for _ in 0..3 {
                 place.watched_node(&stage).await;
-                let lost = stage.watching.status().lost;
-                place.proxies().for_each(Proxy::hang_up);
-                stage.loses_its_line(lost).await;
+                stage.loses_its_line(async || place.proxies().for_each(Proxy::hang_up)).await;
                 writer.goes_on().await;
             }
         })
@@ -200,10 +194,10 @@ async fn whatever_happens_to_an_etcd_its_watcher_ends_as_it_says() {
     stage
         .chapter("its node has no leader", async |_| {
             let node = place.watched_node(&stage).await;
-            let lost = stage.watching.status().lost;
             let others = [(node + 1) % 3, (node + 2) % 3];
-            others.iter().for_each(|other| place.cluster.node_mut(*other).kill());
-            stage.loses_its_line(lost).await;
+            let kill_others =
+                async || others.iter().for_each(|other| place.cluster.node_mut(*other).kill());
+            stage.loses_its_line(kill_others).await;
             others.iter().for_each(|other| place.cluster.node_mut(*other).spawn());
             for other in others {
                 assert!(place.cluster.node_mut(other).healthy().await);
@@ -215,9 +209,8 @@ async fn whatever_happens_to_an_etcd_its_watcher_ends_as_it_says() {
     stage.crowd(true).await;
     stage
         .chapter("keys go while it is away, and their history", async |writer| {
-            let lost = stage.watching.status().lost;
-            place.proxies().for_each(Proxy::cut); // and nobody is told
-            stage.loses_its_line(lost).await;
+            // Nobody is told.
+            stage.loses_its_line(async || place.proxies().for_each(Proxy::cut)).await;
             stage.crowd(false).await;
             writer.goes_on().await;
             stage.pen.compact().await;

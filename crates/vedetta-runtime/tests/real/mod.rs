@@ -293,10 +293,12 @@ impl<P: Pen> Stage<P> {
         }
     }
 
-    /// Waits until the line has dropped once more than `before`.
-    pub(crate) async fn loses_its_line(&self, before: u64) {
-        until("the watcher notices that its line dropped", || self.watching.status().lost > before)
-            .await;
+    /// Something happens that the watcher loses its line by; waits until it notices.
+    pub(crate) async fn loses_its_line(&self, happens: impl AsyncFnOnce()) {
+        let before = self.watching.status().lost;
+        happens().await;
+        let has_noticed = || self.watching.status().lost > before;
+        until("the watcher notices that its line dropped", has_noticed).await;
     }
 
     /// While writes go on something happens; after that all is as the place says.
