@@ -11,13 +11,16 @@ use std::time::Duration;
 
 use clap::Args;
 use serde::Deserialize;
-use vedetta::etcd::TlsFiles;
+use vedetta::etcd::{BadEndpoint, ClientTls, Cluster, TlsFiles};
 use vedetta::kv;
 
 pub(crate) use watch::{Name, Watch};
 
 /// Read when no other is named and it exists.
 const DEFAULT_FILE: &str = "vedetta.toml";
+
+/// The password of `store.user`: never in a file that is shown around, nor in a list of processes.
+const PASSWORD: &str = "VEDETTA_STORE_PASSWORD";
 
 /// Where things are.
 #[derive(Debug, Args)]
@@ -70,9 +73,17 @@ pub(crate) enum ConfigError {
     #[error("{}, line {line}: {message}", file.display())]
     Wrong { file: PathBuf, line: usize, message: String },
     #[error(
-        "store.url is {0:?}: this version has only \"embedded\", its own store in the data folder"
+        "store.url is {0:?}: give \"embedded\", the store in the data folder, or the nodes of an etcd as \"etcd://host:2379,host:2379\""
     )]
     Store(String),
+    #[error("store.url cannot be used: {0}")]
+    Endpoints(BadEndpoint),
+    #[error("store.{0} is set, but store.url is \"embedded\", which needs none")]
+    Needless(&'static str),
+    #[error("store.{0} is set and store.{1} is not: TLS needs both")]
+    HalfStore(&'static str, &'static str),
+    #[error("store.user is set: give its password in the environment, as {PASSWORD}")]
+    Password,
     #[error(
         "cannot listen on {0}: there is no sign-in yet, so only loopback addresses such as 127.0.0.1:7070 are allowed"
     )]
@@ -104,6 +115,10 @@ pub(crate) struct Config {
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub(crate) struct Store {
     url: String,
+    ca: Option<PathBuf>,
+    cert: Option<PathBuf>,
+    key: Option<PathBuf>,
+    user: Option<String>,
     keep_revisions: NonZeroU64,
     #[serde(with = "humantime_serde")]
     keep_age: Option<Duration>,
@@ -139,6 +154,10 @@ impl Default for Store {
     fn default() -> Self {
         Self {
             url: "embedded".into(),
+            ca: None,
+            cert: None,
+            key: None,
+            user: None,
             keep_revisions: NonZeroU64::new(1_000_000).expect("it is not zero"),
             keep_age: None,
             quota: Size(8_000_000_000),
@@ -197,9 +216,7 @@ impl Config {
             line,
             message,
         })?;
-        if config.store.url != "embedded" {
-            return Err(ConfigError::Store(config.store.url));
-        }
+        config.store.check()?;
         config.watch.iter().try_for_each(|(name, watch)| watch.check(name))?;
         Ok(config)
     }
@@ -215,6 +232,53 @@ impl Config {
 }
 
 impl Store {
+    /// What the types of the values cannot say.
+    fn check(&self) -> Result<(), ConfigError> {
+        let Self { url, ca, cert, key, user, .. } = self;
+        if url == "embedded" {
+            let needless = [
+                ("ca", ca.is_some()),
+                ("cert", cert.is_some()),
+                ("key", key.is_some()),
+                ("user", user.is_some()),
+            ];
+            return match needless.iter().find(|(_, is_set)| *is_set) {
+                Some((name, _)) => Err(ConfigError::Needless(name)),
+                None => Ok(()),
+            };
+        }
+        if !url.starts_with("etcd://") {
+            return Err(ConfigError::Store(url.clone()));
+        }
+        url.parse::<Cluster>().map_err(ConfigError::Endpoints)?;
+        match (ca, cert, key) {
+            (_, Some(_), None) => Err(ConfigError::HalfStore("cert", "key")),
+            (_, None, Some(_)) => Err(ConfigError::HalfStore("key", "cert")),
+            (None, Some(_), Some(_)) => Err(ConfigError::HalfStore("cert", "ca")),
+            _ if user.is_some() && std::env::var_os(PASSWORD).is_none() => {
+                Err(ConfigError::Password)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The etcd that watchers follow instead of the embedded store.
+    pub(crate) fn cluster(&self) -> anyhow::Result<Option<Cluster>> {
+        if self.url == "embedded" {
+            return Ok(None);
+        }
+        let mut cluster: Cluster = self.url.parse().map_err(ConfigError::Endpoints)?;
+        if let Some(ca) = self.ca.clone() {
+            let (cert, key) = (self.cert.clone(), self.key.clone());
+            cluster = cluster.tls(&ClientTls { ca, cert, key })?;
+        }
+        if let Some(user) = &self.user {
+            let password = std::env::var(PASSWORD).map_err(|_| ConfigError::Password)?;
+            cluster = cluster.user(user, password);
+        }
+        Ok(Some(cluster))
+    }
+
     pub(crate) fn options(&self) -> kv::Options {
         kv::Options {
             limits: kv::Limits::default(),

@@ -62,6 +62,7 @@ impl Up {
 async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Result<()> {
     let mut signals = Signals::listen().context("cannot listen for signals")?;
     let tls = config.etcd.tls()?.map(|files| files.load()).transpose()?;
+    config.store.cluster()?; // its files, before anything is made
     let scheme = if tls.is_some() { "https" } else { "http" };
     // First the ports, which leave nothing behind when one is taken.
     let (http_listener, http) = listen(addresses.http, "--http", data).await?;
@@ -78,8 +79,17 @@ async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Resu
     };
     let (mut api, mut watchers) = (Api::new(store.clone()), Vec::new());
     for (name, watch) in &config.watch {
-        let watching = watch.start(name, store.clone(), &format!("http://{http}"));
-        api = api.watcher(&name.0, watching.handle());
+        let server = format!("http://{http}");
+        // Each has a connection of its own: one that is busy does not hold up the others.
+        let watching = if let Some(cluster) = config.store.cluster()? {
+            let watching = watch.start(name, cluster, &server);
+            api = api.watcher_elsewhere(&name.0, watching.handle());
+            watching
+        } else {
+            let watching = watch.start(name, store.clone(), &server);
+            api = api.watcher(&name.0, watching.handle());
+            watching
+        };
         watchers.push(watching);
     }
     let mut serving = JoinSet::new();

@@ -53,7 +53,8 @@ struct Info {
     prefix_b64: Option<String>,
     phase: String,
     revision: u64,
-    behind: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    behind: Option<u64>,
     ids: u64,
     running: u64,
     waiting: u64,

@@ -61,13 +61,15 @@ pub struct Follow {
     /// Everything up to here was seen.
     seen: Revision,
     failures: u32,
+    /// It was listed anew and nothing was read since.
+    relisted: bool,
 }
 
 impl Follow {
     /// Nothing is known of `range` yet.
     pub fn new(range: KeyRange, backoff: Backoff) -> Self {
         let phase = Phase::Listing { rest: range.clone(), at: None };
-        Self { range, backoff, phase, seen: Revision::default(), failures: 0 }
+        Self { range, backoff, phase, seen: Revision::default(), failures: 0, relisted: false }
     }
 
     /// What to do next.
@@ -93,10 +95,10 @@ impl Follow {
         Turn::Listed(at)
     }
 
-    /// The feed opened, on a source that stands at `revision`.
-    pub fn opened(&mut self, revision: Revision) -> Turn {
+    /// The feed opened `now`, on a source that stands at `revision`.
+    pub fn opened(&mut self, revision: Revision, now: Moment, chance: f64) -> Turn {
         if revision < self.seen {
-            return self.restart(); // it is not the source it was
+            return self.compacted(now, chance); // it is not the source it was
         }
         self.failures = 0;
         self.phase = Phase::Following;
@@ -105,12 +107,18 @@ impl Follow {
 
     /// The feed has come to `revision`.
     pub fn read(&mut self, revision: Revision) {
+        self.relisted = false;
         self.seen = self.seen.max(revision);
     }
 
-    /// The history we need is gone.
-    pub fn compacted(&mut self) -> Turn {
-        self.restart()
+    /// The history we need is gone: lists everything anew, at once; but a source that only ever says so is
+    /// given the time of one that drops the line.
+    pub fn compacted(&mut self, now: Moment, chance: f64) -> Turn {
+        self.phase = self.first();
+        if std::mem::replace(&mut self.relisted, true) {
+            return self.lost(now, chance);
+        }
+        Turn::Again
     }
 
     /// The line dropped `now`.
@@ -167,7 +175,7 @@ mod tests {
         let mut follow = fresh();
         assert_eq!(follow.page(Revision(7), None), Turn::Listed(Revision(7)));
         assert_eq!(follow.step(), Step::Open(Revision(8)));
-        assert_eq!(follow.opened(Revision(9)), Turn::Open);
+        assert_eq!(follow.opened(Revision(9), Moment::ZERO, 0.0), Turn::Open);
         assert_eq!(follow.step(), Step::Read);
         follow
     }
@@ -189,7 +197,7 @@ mod tests {
     fn a_list_compacted_under_way_starts_again_at_a_new_revision() {
         let mut follow = fresh();
         follow.page(Revision(7), Some(b"/r/c"));
-        assert_eq!(follow.compacted(), Turn::Again);
+        assert_eq!(follow.compacted(Moment::ZERO, 0.0), Turn::Again);
         assert_eq!(follow.step(), Step::List(KeyRange::prefix("/r/"), None));
     }
 
@@ -204,7 +212,7 @@ mod tests {
             follow.waited();
             assert_eq!(follow.step(), Step::Open(Revision(13)));
         }
-        assert_eq!(follow.opened(Revision(12)), Turn::Open);
+        assert_eq!(follow.opened(Revision(12), Moment::ZERO, 0.0), Turn::Open);
         follow.lost(at(9_000), 0.0);
         assert_eq!(follow.step(), Step::Wait(at(9_100)), "an open feed begins the waits anew");
     }
@@ -212,14 +220,32 @@ mod tests {
     #[test]
     fn a_compacted_feed_and_a_source_that_went_back_list_again() {
         let mut follow = followed();
-        assert_eq!(follow.compacted(), Turn::Again);
+        assert_eq!(follow.compacted(Moment::ZERO, 0.0), Turn::Again);
         assert_eq!(follow.step(), Step::List(KeyRange::prefix("/r/"), None));
 
         let mut follow = followed();
         follow.read(Revision(12));
         follow.lost(Moment::ZERO, 0.0);
         follow.waited();
-        assert_eq!(follow.opened(Revision(11)), Turn::Again);
+        assert_eq!(follow.opened(Revision(11), Moment::ZERO, 0.0), Turn::Again);
+    }
+
+    #[test]
+    fn a_source_that_only_says_compacted_is_asked_again_after_a_wait() {
+        let at = Moment::from_millis;
+        let mut follow = followed();
+        assert_eq!(follow.compacted(at(10), 0.0), Turn::Again);
+        assert_eq!(follow.page(Revision(20), None), Turn::Listed(Revision(20)));
+        follow.opened(Revision(20), at(20), 0.0);
+        assert_eq!(follow.compacted(at(30), 0.0), Turn::Again);
+        assert_eq!(follow.step(), Step::Wait(at(130)));
+        follow.waited();
+        assert_eq!(follow.step(), Step::List(KeyRange::prefix("/r/"), None));
+        follow.page(Revision(20), None);
+        follow.opened(Revision(20), at(140), 0.0);
+        follow.read(Revision(21));
+        follow.compacted(at(150), 0.0);
+        assert_eq!(follow.step(), Step::List(KeyRange::prefix("/r/"), None), "once it went on");
     }
 
     #[test]

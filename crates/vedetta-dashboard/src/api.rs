@@ -28,8 +28,16 @@ const BODY: usize = 2 << 20;
 #[derive(Clone)]
 pub struct Api {
     pub(crate) store: Store,
-    pub(crate) watchers: BTreeMap<String, Handle>,
+    pub(crate) watchers: BTreeMap<String, Watched>,
     pub(crate) limits: Limits,
+}
+
+/// A watcher that is shown.
+#[derive(Clone)]
+pub(crate) struct Watched {
+    pub(crate) handle: Handle,
+    /// It follows the store that is served, so the two can be compared.
+    pub(crate) is_here: bool,
 }
 
 /// How much of the server clients may take.
@@ -67,8 +75,15 @@ impl Api {
 
     /// The same with a watcher of that store, under a name.
     #[must_use]
-    pub fn watcher(mut self, name: impl Into<String>, watcher: Handle) -> Self {
-        self.watchers.insert(name.into(), watcher);
+    pub fn watcher(mut self, name: impl Into<String>, handle: Handle) -> Self {
+        self.watchers.insert(name.into(), Watched { handle, is_here: true });
+        self
+    }
+
+    /// The same with a watcher of another store, under a name.
+    #[must_use]
+    pub fn watcher_elsewhere(mut self, name: impl Into<String>, handle: Handle) -> Self {
+        self.watchers.insert(name.into(), Watched { handle, is_here: false });
         self
     }
 
@@ -84,7 +99,7 @@ impl Api {
 #[derive(Clone)]
 pub(crate) struct Context {
     pub(crate) store: Store,
-    pub(crate) watchers: Arc<BTreeMap<String, Handle>>,
+    pub(crate) watchers: Arc<BTreeMap<String, Watched>>,
     pub(crate) limits: Arc<Limits>,
     pub(crate) stop: CancellationToken,
     /// The address we listen on: with the loopback names, what a `Host` may say.

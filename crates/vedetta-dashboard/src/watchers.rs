@@ -6,9 +6,9 @@ use axum::http::StatusCode;
 use axum::http::request::Parts;
 use axum::response::{IntoResponse as _, Response};
 use serde::Serialize;
-use vedetta_runtime::watcher::{Handle, Status, Trouble};
+use vedetta_runtime::watcher::{Status, Trouble};
 
-use crate::api::Context;
+use crate::api::{Context, Watched};
 use crate::error::ApiError;
 use crate::input::Query;
 use crate::json::{Json, Text, millis};
@@ -25,7 +25,8 @@ struct Watcher<'a> {
     prefix: Text<'a>,
     phase: String,
     revision: u64,
-    behind: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    behind: Option<u64>,
     ids: usize,
     running: usize,
     waiting: usize,
@@ -41,10 +42,12 @@ struct Watcher<'a> {
 }
 
 impl<'a> Watcher<'a> {
-    fn new(name: &'a str, handle: &'a Handle, context: &Context) -> Self {
+    fn new(name: &'a str, watched: &'a Watched, context: &Context) -> Self {
+        let handle = &watched.handle;
         let status: Status = handle.status();
         // Looked at after the watcher, which is never ahead.
-        let behind = context.store.revision().0.saturating_sub(status.revision.0);
+        let stands = watched.is_here.then(|| context.store.revision().0);
+        let behind = stands.map(|stands| stands.saturating_sub(status.revision.0));
         Self {
             name,
             prefix: Text::prefix(handle.prefix()),
@@ -72,7 +75,7 @@ pub(crate) async fn list(
 ) -> Result<Response, ApiError> {
     query.end()?;
     let each = context.watchers.iter();
-    let watchers = each.map(|(name, handle)| Watcher::new(name, handle, &context)).collect();
+    let watchers = each.map(|(name, watched)| Watcher::new(name, watched, &context)).collect();
     Ok(Json(Listed { watchers }).into_response())
 }
 
@@ -124,10 +127,10 @@ pub(crate) async fn show(
 ) -> Result<Response, ApiError> {
     let limit = query.page()?;
     query.end()?;
-    let handle = find(&context, &name)?;
-    let troubles = handle.troubles(limit);
+    let found = find(&context, &name)?;
+    let troubles = found.handle.troubles(limit);
     let troubles = troubles.iter().map(|(id, trouble)| InTrouble::new(id.as_bytes(), trouble));
-    let watcher = Watcher::new(&name, handle, &context);
+    let watcher = Watcher::new(&name, found, &context);
     Ok(Json(Shown { watcher, troubles: troubles.collect() }).into_response())
 }
 
@@ -140,7 +143,7 @@ pub(crate) async fn resync(
     State(context): State<Context>,
     NamePath(name): NamePath,
 ) -> Result<Json<Resynced>, ApiError> {
-    let handle = find(&context, &name)?;
+    let handle = &find(&context, &name)?.handle;
     let ids = handle.status().ids;
     if handle.resync().await {
         Ok(Json(Resynced { ids }))
@@ -151,7 +154,7 @@ pub(crate) async fn resync(
     }
 }
 
-fn find<'a>(context: &'a Context, name: &str) -> Result<&'a Handle, ApiError> {
+fn find<'a>(context: &'a Context, name: &str) -> Result<&'a Watched, ApiError> {
     context.watchers.get(name).ok_or_else(|| {
         ApiError::not_found(format!("there is no watcher {name:?}"))
             .hint("watchers are declared in vedetta.toml, as [watch.NAME]")

@@ -127,6 +127,8 @@ impl Drop for Running {
 pub(crate) struct Server {
     pub(crate) running: Running,
     pub(crate) url: String,
+    /// Where it speaks etcd's protocols.
+    pub(crate) etcd: String,
     folder: PathBuf,
 }
 
@@ -138,7 +140,7 @@ impl Server {
 
     pub(crate) fn with(command: &mut Command, folder: &Path) -> Self {
         let mut running = Running::start(command);
-        let mut url = None;
+        let (mut url, mut etcd) = (None, None);
         loop {
             match running.line() {
                 None => panic!("it did not start: {}", running.complaint()),
@@ -147,10 +149,15 @@ impl Server {
                     if let Some(page) = line.strip_prefix("page ") {
                         url = Some(page.trim().trim_end_matches('/').to_owned());
                     }
+                    if let Some(endpoint) = line.strip_prefix("etcd ") {
+                        etcd = Some(endpoint.trim().to_owned());
+                    }
                 }
             }
         }
-        Self { running, url: url.expect("it says where the page is"), folder: folder.to_owned() }
+        let url = url.expect("it says where the page is");
+        let etcd = etcd.expect("it says where the endpoint is");
+        Self { running, url, etcd, folder: folder.to_owned() }
     }
 
     pub(crate) fn command(&self, args: &[&str]) -> Command {

@@ -116,7 +116,16 @@ fn wrong_settings_are_refused_with_one_sentence_and_nothing_is_made() {
             "vedetta.toml, line 3: unknown field `color`",
         ),
         ("[store]\nquota = 'much'", &[], "line 2: \"much\" is not a size"),
-        ("[store]\nurl = 'etcd://localhost:2379'", &[], "this version has only \"embedded\""),
+        ("[store]\nurl = 'redis://localhost'", &[], "give \"embedded\""),
+        ("[store]\nurl = 'etcd://'", &[], "store.url cannot be used"),
+        ("[store]\nurl = 'etcd://me:secret@a'", &[], "no user and no password"),
+        ("[store]\nuser = 'me'", &[], "store.user is set, but store.url is \"embedded\""),
+        (
+            "[store]\nurl = 'etcd://a'\ncert = 'c'\nca = 'a'",
+            &[],
+            "store.cert is set and store.key is not",
+        ),
+        ("[store]\nurl = 'etcd://a'\nuser = 'me'", &[], "as VEDETTA_STORE_PASSWORD"),
         (
             "[http]\nlisten = '0.0.0.0:7070'",
             &[],

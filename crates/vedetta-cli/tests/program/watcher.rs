@@ -302,3 +302,31 @@ fn doctor_finds_commands_that_cannot_be_run() {
     assert_eq!(list["watchers"].as_array().unwrap().len(), 4, "they start all the same: {list}");
     server.stop();
 }
+
+#[test]
+fn watchers_follow_an_etcd_elsewhere_when_the_store_is_one() {
+    let (there, here) = (temp(), temp());
+    let elsewhere = Server::start(there.path());
+    let log = here.path().join("log");
+    let nodes = elsewhere.etcd.replace("http://", "etcd://");
+    let config = format!(
+        "[store]\nurl = '{nodes}'\n[watch.rooms]\nprefix = '/rooms/'\n\
+         run = ['sh', '-c', 'cat >>log; echo >>log']"
+    );
+    write(here.path(), &[("vedetta.toml", &config)]);
+    elsewhere.done(&["put", "/rooms/1/meta", "a"]);
+    let server = Server::start(here.path());
+    until("the list", || lines(&log) == [r#"{"id":"1","state":{"meta":"a"}}"#]);
+    server.done(&["put", "/rooms/2/meta", "ours"]); // which nobody watches
+    elsewhere.done(&["put", "/rooms/1/meta", "b"]);
+    until("the change", || lines(&log).len() == 2);
+    assert_eq!(lines(&log)[1], r#"{"id":"1","state":{"meta":"b"}}"#);
+    let shown = show(&server, "rooms");
+    assert_eq!((&shown["phase"], &shown["behind"]), (&json!("following"), &Value::Null), "{shown}");
+
+    elsewhere.stop();
+    until("the loss", || show(&server, "rooms")["lost"].as_u64() > Some(0));
+    let shown = show(&server, "rooms");
+    assert!(shown["last_error"].as_str().is_some_and(|error| !error.is_empty()), "{shown}");
+    server.stop();
+}

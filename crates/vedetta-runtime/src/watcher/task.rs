@@ -218,7 +218,7 @@ impl<S: Source, R: Reconcile> Task<S, R> {
             }
             Heard::Opened(Ok((feed, revision))) => {
                 self.feed = Some(feed);
-                self.follow.opened(revision)
+                self.follow.opened(revision, self.runner.now(), fastrand::f64())
             }
             Heard::Read(feed, Ok(changes)) => {
                 self.feed = Some(feed);
@@ -246,7 +246,7 @@ impl<S: Source, R: Reconcile> Task<S, R> {
             SourceError::Compacted { asked } => {
                 tracing::info!(%asked, "the history to follow was compacted, listing again");
                 self.shared.tell(|| WatcherEvent::Compacted);
-                self.follow.compacted()
+                self.follow.compacted(self.runner.now(), fastrand::f64())
             }
             error => {
                 let why = explain(&(Box::new(error) as BoxError));
