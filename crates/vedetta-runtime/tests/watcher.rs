@@ -353,8 +353,8 @@ async fn a_lost_line_is_taken_up_where_it_dropped_without_a_list() {
     sleep(ms(10_000)).await;
     let lines: Vec<_> =
         hand.lines().iter().map(|l| l.split_once(' ').unwrap().1.to_owned()).collect();
-    let story = ["rebuild a b at 3", "a: 2 -", "b: gone", "c: 3 -"];
-    assert_eq!(lines, story, "first the rebuild, with what is known, then the changes");
+    let story = ["rebuild a c at 6", "a: 2 -", "b: gone", "c: 3 -"];
+    assert_eq!(lines, story, "what is at hand is taken in, then the rebuild, then the runs");
     assert_eq!((world.lists(), watching.status().lists), (1, 1));
     assert!(watching.status().lost >= 4, "{:?}", watching.status());
 }

@@ -5,6 +5,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
 use parking_lot::Mutex;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
@@ -23,6 +24,9 @@ use crate::runner::{Ended, Limits, Outcome, Runner, message};
 /// The waits between tries to reach a source. With jitter: the watchers of a fleet lose it together.
 const RECONNECT: Backoff =
     Backoff { first: Duration::from_millis(100), most: Duration::from_secs(10), jitter: 0.2 };
+
+/// Of changes that are at hand so many are taken in before anything is run: those of one id are one run.
+const BURST: usize = 4096;
 
 /// What came of a step of [`Follow`].
 enum Heard<F> {
@@ -137,8 +141,12 @@ impl<S: Source, R: Reconcile> Task<S, R> {
                     }
                 }
                 heard = &mut link => {
-                    self.heard(heard);
+                    let mut left = BURST.saturating_sub(self.heard(heard));
                     link = self.link();
+                    while left > 0 && let Some(heard) = (&mut link).now_or_never() {
+                        left = left.saturating_sub(self.heard(heard).max(1));
+                        link = self.link();
+                    }
                 }
                 ended = self.runner.next() => {
                     if let Some(run) = ended {
@@ -205,11 +213,12 @@ impl<S: Source, R: Reconcile> Task<S, R> {
         }
     }
 
-    fn heard(&mut self, heard: Heard<S::Feed>) {
+    /// Takes in what came of a step. How many changes that were.
+    fn heard(&mut self, heard: Heard<S::Feed>) -> usize {
         let turn = match heard {
             Heard::Waited => {
                 self.follow.waited();
-                return;
+                return 0;
             }
             Heard::Page(Ok(page)) => {
                 let last = page.entries.last().filter(|_| page.more).map(|entry| entry.key.clone());
@@ -224,7 +233,7 @@ impl<S: Source, R: Reconcile> Task<S, R> {
                 self.feed = Some(feed);
                 self.follow.read(changes.revision);
                 self.apply(&changes);
-                return;
+                return changes.changes.len();
             }
             Heard::Page(Err(error)) | Heard::Opened(Err(error)) | Heard::Read(_, Err(error)) => {
                 self.lost(error)
@@ -239,6 +248,7 @@ impl<S: Source, R: Reconcile> Task<S, R> {
                 self.rebuild_tries = Tries::default();
             }
         }
+        0
     }
 
     fn lost(&mut self, error: SourceError) -> Turn {
