@@ -148,16 +148,6 @@ impl Follow {
         self.seen
     }
 
-    /// Whether the feed is open.
-    pub fn is_open(&self) -> bool {
-        self.phase == Phase::Following
-    }
-
-    /// How often the line dropped since it last opened.
-    pub fn failures(&self) -> u32 {
-        self.failures
-    }
-
     fn first(&self) -> Phase {
         Phase::Listing { rest: self.range.clone(), at: None }
     }

@@ -196,16 +196,9 @@ impl<T: Send + 'static> Runner<T> {
         Some(self.ended(ended))
     }
 
-    /// Waits until all that runs has ended, and aborts what has not after `grace`. Nothing new starts.
-    /// How many were aborted.
-    pub async fn drain(&mut self, grace: Duration) -> usize {
-        let all = async { while self.tasks.join_next().await.is_some() {} };
-        if timeout(grace, all).await.is_ok() {
-            return 0;
-        }
-        let left = self.tasks.len();
-        self.tasks.shutdown().await;
-        left
+    /// Ends all that runs; the ends still come from [`Self::next`].
+    pub fn abort(&mut self) {
+        self.tasks.abort_all();
     }
 
     /// Keys that run.
@@ -216,11 +209,6 @@ impl<T: Send + 'static> Runner<T> {
     /// Keys that wait, for their time or for room.
     pub fn waiting(&self) -> usize {
         self.schedule.len() + self.slots.waiting()
-    }
-
-    /// When a key is due.
-    pub fn due(&self, slot: Slot) -> Option<Moment> {
-        self.schedule.due(slot)
     }
 
     /// As many wait for room as there are slots: no point in taking more.

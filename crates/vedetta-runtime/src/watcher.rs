@@ -38,6 +38,10 @@ pub use table::{Id, Trouble, Wanted};
 pub type BoxError = Box<dyn Error + Send + Sync>;
 
 /// What an id should be, put together from its keys. Code without effects.
+///
+/// A value that cannot be read leaves the state as it was. One that could not be read when its id was
+/// first listed has nothing before it to stand: until it can be read, or is deleted, the id is neither
+/// reconciled nor an orphan.
 pub trait State: Default + Clone + Send + Sync + 'static {
     /// Takes in the value of one key, or that it is gone. After an error, or a panic, the state is as it
     /// was before.
@@ -128,8 +132,8 @@ impl Watcher {
         self
     }
 
-    /// Keeps these key types in the state, but nothing is reconciled for them: as if the state called them
-    /// [`Effect::Quiet`].
+    /// Keeps these key types in the state, but nothing is reconciled for them, as if the state called them
+    /// [`Effect::Quiet`]; unless one is the first or the last key of its id.
     #[must_use]
     pub fn quiet<T: Into<String>>(mut self, types: impl IntoIterator<Item = T>) -> Self {
         self.quiet = types.into_iter().map(Into::into).collect();
@@ -161,7 +165,7 @@ impl Watcher {
     /// Reconciles every id once per period, changed or not, spread over it. Off if not told.
     #[must_use]
     pub fn resync_every(mut self, period: Duration) -> Self {
-        self.resync = Some(period);
+        self.resync = Some(period.clamp(Duration::from_millis(1), task::LONGEST));
         self
     }
 
@@ -201,9 +205,9 @@ impl<S: State> Watching<S> {
     /// after `patience`.
     pub async fn ready(&self, patience: Duration) -> Result<(), NotReady> {
         let mut progress = self.shared.progress.subscribe();
-        let ready = progress.wait_for(|progress| progress.ready);
+        let ready = progress.wait_for(|progress| progress.ready || progress.ended);
         match tokio::time::timeout(patience, ready).await {
-            Ok(Ok(_)) => Ok(()),
+            Ok(Ok(progress)) if !progress.ended => Ok(()),
             _ => {
                 let status = self.status();
                 Err(NotReady { at: status.phase, error: status.last_error })
@@ -215,7 +219,7 @@ impl<S: State> Watching<S> {
     pub async fn caught_up(&self, revision: Revision) {
         let mut progress = self.shared.progress.subscribe();
         // The sender lives as long as `self`.
-        let _ = progress.wait_for(|progress| progress.revision >= revision).await;
+        let _ = progress.wait_for(|progress| progress.revision >= revision || progress.ended).await;
     }
 
     /// What an id should be now.
@@ -425,6 +429,13 @@ pub enum WatcherEvent {
     Lost(String),
     /// The history it needed is gone; it lists again.
     Compacted,
+    /// The source is not what it was: it stands before what was seen. It lists again, and trusts nothing.
+    WentBack {
+        /// What was seen.
+        seen: Revision,
+        /// Where it stands.
+        revision: Revision,
+    },
     /// A key that is not of the form.
     Malformed(Bytes),
     /// A value that could not be read: id, key type, reason.
@@ -439,6 +450,8 @@ enum Command {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Progress {
     ready: bool,
+    /// Nothing more will come.
+    ended: bool,
     revision: Revision,
 }
 

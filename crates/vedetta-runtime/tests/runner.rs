@@ -145,7 +145,7 @@ async fn a_panic_and_a_run_that_hangs_are_failures_of_their_own_and_give_their_r
 
 #[tokio::test(start_paused = true)]
 async fn a_cancelled_run_holds_its_slot_until_it_has_really_ended() {
-    /// Takes a thread's time to end: a blocking call cannot be dropped half way.
+    /// Says when it is dropped.
     struct Slow(Option<oneshot::Sender<()>>, Arc<Mutex<Vec<&'static str>>>);
     impl Drop for Slow {
         fn drop(&mut self) {
@@ -233,16 +233,21 @@ async fn a_run_that_goes_on_says_so() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn draining_lets_runs_finish_within_the_grace_and_ends_the_rest() {
+async fn a_paused_runner_starts_nothing_and_an_abort_ends_the_rest() {
     let does = [(A, Does::Take(10)), (B, Does::Hang), (C, Does::Take(10))];
     let mut bench = Bench::new(2, &does);
     for slot in [A, B, C] {
         bench.runner.offer(slot, at(0));
     }
     bench.start();
-    assert_eq!(bench.runner.drain(ms(100)).await, 1);
+    bench.runner.pause(true);
+    let ended = timeout(ms(100), bench.play()).await;
+    assert!(ended.is_err(), "one hangs");
+    assert_eq!((bench.runner.running(), bench.runner.now()), (1, at(100)));
+    bench.runner.abort();
+    let ended = bench.play().await;
+    assert_eq!(ended, [(B, 100, "cancelled".to_owned())]);
     assert_eq!(bench.started, [(A, 0), (B, 0)], "nothing new starts");
-    assert_eq!(bench.runner.now(), at(100));
 }
 
 /// Of a million keys that are due only as many are looked at as there is room for.

@@ -7,10 +7,13 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use parking_lot::Mutex;
 use support::World;
 use tokio::time::{Instant, sleep};
-use vedetta_core::{Failure, Revision, RunEvent};
+use vedetta_core::{
+    Change, Changes, Failure, Feed, KeyRange, Page, Revision, RunEvent, Source, SourceError,
+};
 use vedetta_runtime::watcher::{BoxError, Effect, Id, Phase, Wanted, WatcherEvent};
 use vedetta_runtime::{Next, Reconcile, State, Watcher, Watching};
 
@@ -390,8 +393,29 @@ async fn what_was_deleted_while_the_history_was_lost_is_seen_as_deleted() {
         told.push(event);
     }
     assert!(told.contains(&WatcherEvent::Compacted));
-    assert!(told.contains(&WatcherEvent::Listed { revision: Revision(10), ids: 4 }));
+    assert!(told.contains(&WatcherEvent::Listed { revision: Revision(10), ids: 3 }));
     assert!(told.contains(&WatcherEvent::Rebuilt));
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_a_source_that_went_back_nothing_known_is_trusted() {
+    let world = World::new();
+    let before = world.put("/rooms/a/meta", "1");
+    world.put("/rooms/a/meta", "2");
+    let revision = world.put("/rooms/b/meta", "2");
+    let (watching, hand) = watching(rooms(), &world).await;
+    let mut events = watching.events();
+    // A backup is restored, and others write: the same revisions now mean other values.
+    world.rewind(before);
+    world.put("/rooms/a/meta", "3");
+    sleep(ms(1_000)).await;
+    assert_eq!(watching.get("a").unwrap().meta, Some(3));
+    assert_eq!(ids(&watching), ["a"]);
+    let lines: Vec<_> =
+        hand.lines().iter().map(|l| l.split_once(' ').unwrap().1.to_owned()).collect();
+    assert_eq!(lines, ["rebuild a at 3", "a: 3 -", "b: gone"]);
+    let went_back = WatcherEvent::WentBack { seen: revision, revision: Revision(3) };
+    assert!(std::iter::from_fn(|| events.try_recv().ok()).any(|event| event == went_back));
 }
 
 #[tokio::test(start_paused = true)]
@@ -503,6 +527,28 @@ async fn an_id_of_which_nothing_can_be_read_is_neither_reconciled_nor_an_orphan(
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_id_that_was_never_read_whole_waits_until_it_can_be() {
+    let world = World::new();
+    world.put("/rooms/a/meta", "what?"); // it may have been good before we came
+    world.put("/rooms/a/mixer", "m1");
+    world.put("/rooms/b/meta", "1");
+    let (watching, hand) = watching(rooms(), &world).await;
+    watching.resync().await;
+    sleep(ms(1)).await;
+    assert_eq!(hand.lines(), ["0 b: 1 -"]);
+    world.put("/rooms/a/mixer", "m2");
+    world.put("/rooms/b/mixer", b"\xff"); // this one was never there before: it stays out
+    world.put("/rooms/b/meta", "2");
+    sleep(ms(1)).await;
+    assert_eq!(hand.lines(), ["1 b: 2 -"], "a is not torn down for a value that cannot be read");
+    let all = watching.all();
+    assert!(all.contains(b"a") && all.get(b"a").is_none() && watching.get("a").is_none());
+    world.put("/rooms/a/meta", "3");
+    sleep(ms(1)).await;
+    assert_eq!(hand.lines(), ["2 a: 3 m2"]);
+}
+
+#[tokio::test(start_paused = true)]
 async fn ids_may_have_any_bytes() {
     let world = World::new();
     let (watching, hand) = watching(Watcher::new("/rooms/"), &world).await;
@@ -604,6 +650,73 @@ async fn a_resync_reconciles_every_id_once_and_a_period_spreads_them() {
     sleep(ms(2_998)).await;
     let story = ["999 a: 1 -", "1499 b: 1 -", "1999 a: 1 -", "2499 b: 1 -"];
     assert_eq!(hand.lines(), story);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_feed_that_never_pauses_holds_up_neither_the_rebuild_nor_runs() {
+    /// Has a change at hand whenever it is asked.
+    struct Endless;
+    struct Flood(u64);
+    impl Source for Endless {
+        type Feed = Flood;
+        async fn list(&self, _: KeyRange, _: Option<Revision>) -> Result<Page, SourceError> {
+            Ok(Page { revision: Revision(1), ..Page::default() })
+        }
+        async fn follow(&self, _: KeyRange, _: Revision) -> Result<(Flood, Revision), SourceError> {
+            Ok((Flood(1), Revision(1)))
+        }
+    }
+    impl Feed for Flood {
+        async fn next(&mut self) -> Result<Changes, SourceError> {
+            self.0 += 1;
+            let (key, value) = (Bytes::from_static(b"/rooms/a/meta"), self.0.to_string());
+            let change = Change { key, value: Some(value.into()), revision: Revision(self.0) };
+            Ok(Changes { changes: vec![change], revision: Revision(self.0) })
+        }
+    }
+    let hand = Hand::default();
+    let watching = rooms().start(Endless, hand.clone());
+    for look in 0.. {
+        if hand.lines().iter().any(|line| line.contains("a:")) {
+            break;
+        }
+        assert!(look < 10_000, "nothing runs");
+        tokio::task::yield_now().await;
+    }
+    watching.stop(ms(0)).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_ends_while_it_stops_is_told_and_a_rebuild_has_its_grace_too() {
+    let world = World::new();
+    let (watching, hand) = watching(rooms(), &world).await;
+    let (mut events, handle) = (watching.events(), watching.handle());
+    hand.will("a", [Does::Take(100)]);
+    hand.will("b", [Does::Hang]);
+    world.put("/rooms/a/meta", "1");
+    world.put("/rooms/b/meta", "1");
+    sleep(ms(1)).await;
+    watching.stop(ms(500)).await;
+    let mut ends = Vec::new();
+    while let Ok(event) = events.try_recv() {
+        match event {
+            WatcherEvent::Run(id, RunEvent::Done { .. }) => ends.push(format!("{id} done")),
+            WatcherEvent::Run(id, RunEvent::Cancelled) => ends.push(format!("{id} cancelled")),
+            _ => {}
+        }
+    }
+    assert_eq!(ends, ["a done", "b cancelled"]);
+    let status = handle.status();
+    assert_eq!((status.phase, status.running, status.done), (Phase::Stopped, 0, 1));
+    assert!(!handle.resync().await, "it says that it has stopped");
+
+    let hand = Hand::default();
+    hand.rebuild_will([Does::Take(100)]);
+    let watching = rooms().start(World::new(), hand.clone());
+    sleep(ms(1)).await;
+    let began = Instant::now();
+    assert_eq!(watching.stop(ms(500)).await, 0);
+    assert_eq!(began.elapsed(), ms(99));
 }
 
 #[tokio::test(start_paused = true)]

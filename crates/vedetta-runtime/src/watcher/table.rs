@@ -118,7 +118,7 @@ pub(super) enum Applied {
     /// This id should be brought about.
     Changed(Slot),
     /// Not of the form prefix, id, slash, key type.
-    Malformed,
+    Malformed(Bytes),
     /// The value stays out.
     Unreadable(Box<Unreadable>),
 }
@@ -129,12 +129,30 @@ struct Thing<S> {
     /// Its keys, with the revision that last changed each.
     parts: Vec<(Slot, Revision)>,
     unreadable: Vec<(Slot, String)>,
+    /// Key types of which no good value was ever seen, because the id was new when it was listed.
+    unknown: Vec<Slot>,
+    /// It never had a key.
+    is_new: bool,
     failed: Option<Box<(u32, String, Moment)>>,
+}
+
+impl<S> Thing<S> {
+    /// There is no saying what it should be: it is there, and cannot be read.
+    fn is_obscure(&self) -> bool {
+        !self.unknown.is_empty() || self.state.is_none() && !self.parts.is_empty()
+    }
 }
 
 impl<S> Default for Thing<S> {
     fn default() -> Self {
-        Self { state: None, parts: Vec::new(), unreadable: Vec::new(), failed: None }
+        Self {
+            state: None,
+            parts: Vec::new(),
+            unreadable: Vec::new(),
+            unknown: Vec::new(),
+            is_new: true,
+            failed: None,
+        }
     }
 }
 
@@ -147,8 +165,12 @@ pub(super) struct Table<S> {
     ids: Ids<Id>,
     things: Vec<Thing<S>>,
     kinds: Ids<Box<str>>,
+    /// How many keys are of a kind; one without any is forgotten.
+    uses: Vec<usize>,
     pub(super) revision: Revision,
     failing: usize,
+    /// Ids without a key that are still to be reconciled.
+    gone: usize,
 }
 
 impl<S: State> Table<S> {
@@ -164,8 +186,10 @@ impl<S: State> Table<S> {
             ids: Ids::new(),
             things: Vec::new(),
             kinds: Ids::new(),
+            uses: Vec::new(),
             revision: Revision::default(),
             failing: 0,
+            gone: 0,
         }
     }
 
@@ -176,7 +200,56 @@ impl<S: State> Table<S> {
         value: Option<&[u8]>,
         revision: Revision,
     ) -> Applied {
-        let Some((id, kind)) = self.split(key) else { return Applied::Malformed };
+        self.take(key, value, revision, false)
+    }
+
+    /// All there is, at `revision`. What is not among it is gone. What is there with the revision that we
+    /// know is not looked at again, unless it is `another` history in which revisions mean other things.
+    pub(super) fn replace(
+        &mut self,
+        all: &[Entry],
+        revision: Revision,
+        another: bool,
+    ) -> Vec<Applied> {
+        let mut applied = Vec::new();
+        let (mut there, mut fresh) = (HashSet::new(), HashSet::new());
+        for entry in all {
+            let (id, kind) = self.split(&entry.key).unwrap_or_default();
+            let part = |table: &Self| table.ids.find(id).zip(table.kinds.find(kind));
+            let is_known = |(slot, kind): (Slot, Slot)| {
+                self.things[slot.0 as usize].parts.contains(&(kind, entry.modified))
+            };
+            if another || !part(self).is_some_and(is_known) {
+                let found = self.ids.find(id);
+                let is_fresh = found.is_none_or(|slot| fresh.contains(&slot));
+                applied.push(self.take(&entry.key, Some(&entry.value), entry.modified, is_fresh));
+                fresh.extend(self.ids.find(id).filter(|_| is_fresh));
+            }
+            there.extend(part(self));
+        }
+        let parts = self.ids.iter().flat_map(|(slot, _)| {
+            self.things[slot.0 as usize].parts.iter().map(move |(kind, _)| (slot, *kind))
+        });
+        let mut gone: Vec<_> = parts.filter(|part| !there.contains(part)).collect();
+        gone.sort_unstable();
+        for (slot, kind) in gone {
+            let kind = self.kinds.key(kind).cloned().unwrap_or_default();
+            applied.push(self.delete(slot, &kind));
+        }
+        self.revision = revision;
+        applied
+    }
+
+    fn take(
+        &mut self,
+        key: &[u8],
+        value: Option<&[u8]>,
+        revision: Revision,
+        is_fresh: bool,
+    ) -> Applied {
+        let Some((id, kind)) = self.split(key) else {
+            return Applied::Malformed(Bytes::copy_from_slice(key));
+        };
         if self.heeded.as_ref().is_some_and(|heeded| !heeded.contains(kind)) {
             return Applied::Nothing;
         }
@@ -184,53 +257,17 @@ impl<S: State> Table<S> {
         match value {
             Some(value) => {
                 let slot = found.unwrap_or_else(|| self.ids.intern(Id(Bytes::copy_from_slice(id))));
-                self.put(slot, kind, value, revision)
+                self.put(slot, kind, value, revision, is_fresh)
             }
             None => found.map_or(Applied::Nothing, |slot| self.delete(slot, kind)),
         }
-    }
-
-    /// All there is, at `revision`. What is not among it is gone.
-    pub(super) fn replace(&mut self, all: &[Entry], revision: Revision) -> Vec<Applied> {
-        let mut applied = Vec::new();
-        let mut there = HashSet::new();
-        let was_empty = self.ids.is_empty();
-        for entry in all {
-            let Some((id, kind)) = self.split(&entry.key) else {
-                applied.push(Applied::Malformed);
-                continue;
-            };
-            let part = |table: &Self| table.ids.find(id).zip(table.kinds.find(kind));
-            let is_known = part(self).is_some_and(|(slot, kind)| {
-                self.things[slot.0 as usize].parts.contains(&(kind, entry.modified))
-            });
-            if !is_known {
-                applied.push(self.apply(&entry.key, Some(&entry.value), entry.modified));
-            }
-            if !was_empty {
-                there.extend(part(self));
-            }
-        }
-        if !was_empty {
-            let parts = self.ids.iter().flat_map(|(slot, _)| {
-                self.things[slot.0 as usize].parts.iter().map(move |(kind, _)| (slot, *kind))
-            });
-            let mut gone: Vec<_> = parts.filter(|part| !there.contains(part)).collect();
-            gone.sort_unstable();
-            for (slot, kind) in gone {
-                let kind = self.kinds.key(kind).cloned().unwrap_or_default();
-                applied.push(self.delete(slot, &kind));
-            }
-        }
-        self.revision = revision;
-        applied
     }
 
     /// What an id should be now, and whether it should be at all. Nothing when there is no saying: it is
     /// there and cannot be read.
     pub(super) fn wanted(&self, slot: Slot) -> Option<(Id, Option<Arc<S>>)> {
         let thing = &self.things[slot.0 as usize];
-        if thing.state.is_none() && !thing.parts.is_empty() {
+        if thing.is_obscure() {
             return None;
         }
         Some((self.ids.key(slot)?.clone(), thing.state.clone()))
@@ -253,33 +290,40 @@ impl<S: State> Table<S> {
         *failed = Some(Box::new((failures, error, again)));
     }
 
+    /// It is tried again then, after a change.
+    pub(super) fn changed(&mut self, slot: Slot, again: Moment) {
+        if let Some(failed) = &mut self.things[slot.0 as usize].failed {
+            (failed.0, failed.2) = (0, again);
+        }
+    }
+
     /// Its run succeeded. An id that is gone is forgotten if nobody wants it again.
-    pub(super) fn succeeded(&mut self, slot: Slot, again: bool) -> bool {
+    pub(super) fn succeeded(&mut self, slot: Slot, again: bool) {
         let thing = &mut self.things[slot.0 as usize];
         self.failing -= usize::from(thing.failed.take().is_some());
-        let forget = !again && thing.state.is_none() && thing.parts.is_empty();
-        if forget {
+        if !again && thing.parts.is_empty() {
             *thing = Thing::default();
             self.ids.release(slot);
+            self.gone -= 1;
         }
-        forget
     }
 
     pub(super) fn get(&self, id: &[u8]) -> Option<Arc<S>> {
-        let slot = self.ids.find(id)?;
-        self.things[slot.0 as usize].state.clone()
+        let thing = &self.things[self.ids.find(id)?.0 as usize];
+        thing.state.clone().filter(|_| !thing.is_obscure())
     }
 
     pub(super) fn all(&self) -> Wanted<S> {
         let things = self.ids.iter().map(|(slot, id)| (id, &self.things[slot.0 as usize]));
         let there = things.filter(|(_, thing)| !thing.parts.is_empty());
-        let states = there.map(|(id, thing)| (id.clone(), thing.state.clone())).collect();
+        let state = |thing: &Thing<S>| thing.state.clone().filter(|_| !thing.is_obscure());
+        let states = there.map(|(id, thing)| (id.clone(), state(thing))).collect();
         Wanted { revision: self.revision, states }
     }
 
     /// Ids that exist.
     pub(super) fn len(&self) -> usize {
-        self.ids.len()
+        self.ids.len() - self.gone
     }
 
     pub(super) fn failing(&self) -> usize {
@@ -316,7 +360,14 @@ impl<S: State> Table<S> {
         (!id.is_empty() && !kind.is_empty()).then_some((id, kind))
     }
 
-    fn put(&mut self, slot: Slot, kind: &str, value: &[u8], revision: Revision) -> Applied {
+    fn put(
+        &mut self,
+        slot: Slot,
+        kind: &str,
+        value: &[u8],
+        revision: Revision,
+        is_fresh: bool,
+    ) -> Applied {
         let number = self.kinds.find(kind).unwrap_or_else(|| self.kinds.intern(kind.into()));
         if slot.0 as usize >= self.things.len() {
             self.things.resize_with(slot.0 as usize + 1, Thing::default);
@@ -324,18 +375,34 @@ impl<S: State> Table<S> {
         let thing = &mut self.things[slot.0 as usize];
         match thing.parts.iter_mut().find(|(part, _)| *part == number) {
             Some((_, modified)) => *modified = revision,
-            None => thing.parts.push((number, revision)),
+            None => {
+                // Without keys it is new, or gone and not yet forgotten.
+                self.gone -= usize::from(thing.parts.is_empty() && !thing.is_new);
+                thing.is_new = false;
+                thing.parts.push((number, revision));
+                let place = number.0 as usize;
+                self.uses.resize(self.uses.len().max(place + 1), 0);
+                self.uses[place] += 1;
+            }
         }
         thing.unreadable.retain(|(part, _)| *part != number);
         match effect(thing.state.as_deref(), kind, Some(value)) {
             Ok((state, effect)) => {
-                let is_new = thing.state.replace(Arc::new(state)).is_none();
-                if is_new || effect == Effect::Wanted && !self.quiet.contains(kind) {
+                let was_obscure = thing.is_obscure();
+                thing.unknown.retain(|part| *part != number);
+                thing.state = Some(Arc::new(state));
+                let is_wanted = effect == Effect::Wanted && !self.quiet.contains(kind);
+                if !thing.is_obscure() && (was_obscure || is_wanted) {
                     return Applied::Changed(slot);
                 }
                 Applied::Nothing
             }
-            Err(error) => self.unreadable(slot, number, error),
+            Err(error) => {
+                if is_fresh && !thing.unknown.contains(&number) {
+                    thing.unknown.push(number);
+                }
+                self.unreadable(slot, number, error)
+            }
         }
     }
 
@@ -345,10 +412,18 @@ impl<S: State> Table<S> {
         let Some(part) = thing.parts.iter().position(|(part, _)| *part == number) else {
             return Applied::Nothing;
         };
+        let was_obscure = thing.is_obscure();
         thing.parts.swap_remove(part);
         thing.unreadable.retain(|(part, _)| *part != number);
+        thing.unknown.retain(|part| *part != number);
+        let place = number.0 as usize;
+        self.uses[place] -= 1;
+        if self.uses[place] == 0 {
+            self.kinds.release(number);
+        }
         if thing.parts.is_empty() {
             thing.state = None;
+            self.gone += 1;
             return Applied::Changed(slot);
         }
         if thing.state.is_none() {
@@ -357,12 +432,17 @@ impl<S: State> Table<S> {
         match effect(thing.state.as_deref(), kind, None) {
             Ok((state, effect)) => {
                 thing.state = Some(Arc::new(state));
-                if effect == Effect::Wanted && !self.quiet.contains(kind) {
+                let is_wanted = effect == Effect::Wanted && !self.quiet.contains(kind);
+                if !thing.is_obscure() && (was_obscure || is_wanted) {
                     return Applied::Changed(slot);
                 }
                 Applied::Nothing
             }
-            Err(error) => self.unreadable(slot, number, error),
+            // There is nothing of that kind any more to name as wrong.
+            Err(error) => {
+                let id = self.ids.key(slot).cloned().unwrap_or_else(|| Id(Bytes::new()));
+                Applied::Unreadable(Box::new(Unreadable { id, kind: kind.to_owned(), error }))
+            }
         }
     }
 
@@ -380,9 +460,13 @@ fn effect<S: State>(
     kind: &str,
     value: Option<&[u8]>,
 ) -> Result<(S, Effect), String> {
-    let mut next = state.cloned().unwrap_or_default();
-    match catch_unwind(AssertUnwindSafe(|| next.apply(kind, value))) {
-        Ok(Ok(effect)) => Ok((next, effect)),
+    let apply = || {
+        let mut next = state.cloned().unwrap_or_default();
+        let effect = next.apply(kind, value)?;
+        Ok((next, effect))
+    };
+    match catch_unwind(AssertUnwindSafe(apply)) {
+        Ok(Ok(applied)) => Ok(applied),
         Ok(Err(error)) => Err(explain(&error)),
         Err(panic) => Err(format!("reading it panicked: {}", message(panic.as_ref()))),
     }

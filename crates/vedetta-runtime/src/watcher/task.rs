@@ -1,6 +1,5 @@
 //! The one task of a watcher.
 
-use std::num::NonZeroU32;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,6 +26,22 @@ const RECONNECT: Backoff =
 
 /// Of changes that are at hand so many are taken in before anything is run: those of one id are one run.
 const BURST: usize = 4096;
+
+/// Longer than anybody waits; the clock cannot count to the end of time.
+pub(super) const LONGEST: Duration = Duration::from_secs(366 * 24 * 3600);
+
+/// Says that the task has ended, also when it panicked.
+struct End<S>(Arc<Shared<S>>);
+
+impl<S> Drop for End<S> {
+    fn drop(&mut self) {
+        let mut status = self.0.status.lock();
+        status.phase = Phase::Stopped;
+        (status.running, status.waiting) = (0, 0);
+        drop(status);
+        self.0.progress.send_modify(|progress| progress.ended = true);
+    }
+}
 
 /// What came of a step of [`Follow`].
 enum Heard<F> {
@@ -68,6 +83,8 @@ pub(super) struct Task<S: Source, R: Reconcile> {
     listing: Vec<Entry>,
     /// The next list is after a restart: every id is reconciled.
     anew: bool,
+    /// The next list is of another history: what we know says nothing about it.
+    another: bool,
     rebuild: Rebuild,
     rebuild_tries: Tries,
     rebuilding: JoinSet<Result<(), BoxError>>,
@@ -105,6 +122,7 @@ impl<S: Source, R: Reconcile> Task<S, R> {
             feed: None,
             listing: Vec::new(),
             anew: true,
+            another: false,
             rebuild: Rebuild::NotYet,
             rebuild_tries: Tries::default(),
             rebuilding: JoinSet::new(),
@@ -117,9 +135,11 @@ impl<S: Source, R: Reconcile> Task<S, R> {
         stop: CancellationToken,
         grace: Arc<Mutex<Duration>>,
     ) -> usize {
+        let _end = End(Arc::clone(&self.shared));
         let mut link = self.link();
         loop {
-            // First, so that a feed that never pauses does not keep runs from ending.
+            // A feed that never pauses keeps neither others from the thread nor runs from ending.
+            tokio::task::coop::consume_budget().await;
             while let Some(run) = self.runner.try_next() {
                 self.ended(run);
             }
@@ -140,19 +160,6 @@ impl<S: Source, R: Reconcile> Task<S, R> {
                         link = self.link();
                     }
                 }
-                heard = &mut link => {
-                    let mut left = BURST.saturating_sub(self.heard(heard));
-                    link = self.link();
-                    while left > 0 && let Some(heard) = (&mut link).now_or_never() {
-                        left = left.saturating_sub(self.heard(heard).max(1));
-                        link = self.link();
-                    }
-                }
-                ended = self.runner.next() => {
-                    if let Some(run) = ended {
-                        self.ended(run);
-                    }
-                }
                 Some(rebuilt) = self.rebuilding.join_next() => {
                     let rebuilt = rebuilt.unwrap_or_else(|error| {
                         let why = match error.try_into_panic() {
@@ -169,13 +176,50 @@ impl<S: Source, R: Reconcile> Task<S, R> {
                 () = sleep_until(self.resync_at.unwrap_or(now)), if self.resync_at.is_some() => {
                     self.resync_spread();
                 }
+                // These come in floods, what is above does not.
+                heard = &mut link => {
+                    let mut left = BURST.saturating_sub(self.heard(heard));
+                    link = self.link();
+                    while left > 0 && let Some(heard) = (&mut link).now_or_never() {
+                        left = left.saturating_sub(self.heard(heard).max(1));
+                        link = self.link();
+                    }
+                }
+                ended = self.runner.next() => {
+                    if let Some(run) = ended {
+                        self.ended(run);
+                    }
+                }
             }
         }
         drop(link);
-        self.rebuilding.shutdown().await;
         let grace = *grace.lock();
-        let aborted = self.runner.drain(grace).await;
-        self.shared.status.lock().phase = Phase::Stopped;
+        self.drain(grace.min(LONGEST)).await
+    }
+
+    /// Starts nothing new, lets what runs end within `grace`, and aborts the rest: how many.
+    async fn drain(&mut self, grace: Duration) -> usize {
+        self.inbox.close();
+        self.runner.pause(true);
+        let until = Instant::now() + grace;
+        while self.runner.running() > 0 || !self.rebuilding.is_empty() {
+            tokio::select! {
+                biased;
+                Some(run) = self.runner.next(), if self.runner.running() > 0 => self.ended(run),
+                Some(_) = self.rebuilding.join_next() => {}
+                () = sleep_until(until) => break,
+            }
+            self.report();
+        }
+        self.rebuilding.shutdown().await;
+        let aborted = self.runner.running();
+        self.runner.abort();
+        while self.runner.running() > 0 {
+            if let Some(run) = self.runner.next().await {
+                self.ended(run);
+            }
+        }
+        self.report();
         aborted
     }
 
@@ -227,6 +271,12 @@ impl<S: Source, R: Reconcile> Task<S, R> {
             }
             Heard::Opened(Ok((feed, revision))) => {
                 self.feed = Some(feed);
+                if revision < self.follow.seen() {
+                    let seen = self.follow.seen();
+                    tracing::warn!(%revision, %seen, "the source went back, listing all of it again");
+                    self.shared.tell(|| WatcherEvent::WentBack { seen, revision });
+                    self.another = true;
+                }
                 self.follow.opened(revision, self.runner.now(), fastrand::f64())
             }
             Heard::Read(feed, Ok(changes)) => {
@@ -274,13 +324,14 @@ impl<S: Source, R: Reconcile> Task<S, R> {
         // What the list brings waits for the comparison with reality.
         self.rebuild = Rebuild::NotYet;
         let listing = std::mem::take(&mut self.listing);
+        let another = std::mem::take(&mut self.another) || self.anew;
         let (applied, ids) = {
             let mut table = self.shared.table.write();
-            (table.replace(&listing, revision), table.len())
+            (table.replace(&listing, revision, another), table.len())
         };
         self.shared.status.lock().lists += 1;
         self.shared.tell(|| WatcherEvent::Listed { revision, ids });
-        self.take_in(applied, |_| None);
+        self.take_in(applied);
         if std::mem::take(&mut self.anew) {
             self.resync_now();
         }
@@ -294,22 +345,26 @@ impl<S: Source, R: Reconcile> Task<S, R> {
             let all = changes.changes.iter();
             all.map(|c| table.apply(&c.key, c.value.as_deref(), c.revision)).collect()
         };
-        self.take_in(applied, |i| changes.changes.get(i).map(|change| change.key.clone()));
+        self.take_in(applied);
         self.came_to(changes.revision);
     }
 
     /// Schedules what changed and counts what was wrong.
-    fn take_in(&mut self, outcomes: Vec<Applied>, key: impl Fn(usize) -> Option<bytes::Bytes>) {
+    fn take_in(&mut self, outcomes: Vec<Applied>) {
         let now = self.runner.now();
-        for (i, applied) in outcomes.into_iter().enumerate() {
+        for applied in outcomes {
             match applied {
                 Applied::Nothing => {}
                 Applied::Changed(slot) => {
-                    let at = self.tries(slot).changed(now);
+                    let tries = self.tries(slot);
+                    let was_failing = tries.failures() > 0;
+                    let at = tries.changed(now);
+                    if was_failing {
+                        self.shared.table.write().changed(slot, at);
+                    }
                     self.offer(slot, at);
                 }
-                Applied::Malformed => {
-                    let key = key(i).unwrap_or_default();
+                Applied::Malformed(key) => {
                     tracing::warn!(key = %key.escape_ascii(), "not a key of the form prefix, id, slash, key type");
                     self.shared.status.lock().malformed += 1;
                     self.shared.tell(|| WatcherEvent::Malformed(key));
@@ -366,7 +421,7 @@ impl<S: Source, R: Reconcile> Task<S, R> {
                 done.map_err(|error| Failure::Error(explain(&error)))
             })
         };
-        runner.start_due(work, |_| NonZeroU32::MIN.get());
+        runner.start_due(work, |_| 1);
     }
 
     fn ended(&mut self, run: Ended<Next>) {
@@ -397,8 +452,7 @@ impl<S: Source, R: Reconcile> Task<S, R> {
                 self.shared.table.write().failed(slot, failures, why.to_string(), at);
                 self.tell_run(slot, || RunEvent::Failed { took, why, again: at });
             }
-            // Only a stop cancels runs, and does not come back here.
-            Outcome::Cancelled => {}
+            Outcome::Cancelled => self.tell_run(slot, || RunEvent::Cancelled),
         }
     }
 
@@ -419,7 +473,8 @@ impl<S: Source, R: Reconcile> Task<S, R> {
         match rebuilt {
             Ok(()) if is_last => {
                 self.rebuild = Rebuild::Done;
-                self.resync_at = self.resync.map(|period| Instant::now() + period);
+                self.resync_at =
+                    self.resync_at.or(self.resync.map(|period| Instant::now() + period));
                 self.shared.tell(|| WatcherEvent::Rebuilt);
                 self.shared.progress.send_if_modified(|p| !std::mem::replace(&mut p.ready, true));
             }

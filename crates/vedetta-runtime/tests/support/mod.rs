@@ -31,7 +31,6 @@ struct State {
     /// Feeds of an older line have ended.
     line: u64,
     lists: usize,
-    feeds: usize,
     /// Compacts everything after so many pages.
     compact_after_pages: Option<usize>,
     /// Makes answers late and feeds come in pieces.
@@ -49,7 +48,6 @@ impl World {
             down: false,
             line: 0,
             lists: 0,
-            feeds: 0,
             compact_after_pages: None,
             whims: None,
             delivered: Vec::new(),
@@ -124,6 +122,16 @@ impl World {
         self.0.state.lock().down = false;
     }
 
+    /// Takes it back to where it was at `revision`, as a restored backup does.
+    pub(crate) fn rewind(&self, revision: Revision) {
+        let mut state = self.0.state.lock();
+        state.history.retain(|change| change.revision <= revision);
+        state.revision = revision;
+        state.line += 1;
+        drop(state);
+        self.moved();
+    }
+
     /// A line that drops and is there again at once.
     pub(crate) fn blink(&self) {
         self.cut();
@@ -133,11 +141,6 @@ impl World {
     /// How often it was listed from the first page.
     pub(crate) fn lists(&self) -> usize {
         self.0.state.lock().lists
-    }
-
-    /// How often it was followed.
-    pub(crate) fn feeds(&self) -> usize {
-        self.0.state.lock().feeds
     }
 
     /// The keys of all changes that feeds handed out, and when.
@@ -205,14 +208,13 @@ impl Source for World {
         from: Revision,
     ) -> Result<(WorldFeed, Revision), SourceError> {
         self.dawdle().await;
-        let mut state = self.0.state.lock();
+        let state = self.0.state.lock();
         if state.down {
             return Err(SourceError::lost("the world is down"));
         }
         if from < state.oldest {
             return Err(SourceError::Compacted { asked: from });
         }
-        state.feeds += 1;
         let moved = self.0.moved.subscribe();
         let feed = WorldFeed { world: self.clone(), moved, range, next: from, line: state.line };
         Ok((feed, state.revision))
