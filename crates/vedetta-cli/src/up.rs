@@ -77,7 +77,9 @@ async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Resu
         Some(tls) => endpoint.tls(tls),
         None => endpoint,
     };
-    let (mut api, mut watchers) = (Api::new(store.clone()), Vec::new());
+    let ending = CancellationToken::new();
+    let mut api = Api::new(store.clone()).ending(ending.clone());
+    let mut watchers = Vec::new();
     for (name, watch) in &config.watch {
         let server = format!("http://{http}");
         // Each has a connection of its own: one that is busy does not hold up the others.
@@ -113,8 +115,9 @@ async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Resu
         }
     }
     tracing::info!(grace = ?config.shutdown.grace, "stopping; a second signal ends it at once");
+    ending.cancel();
     let end = async {
-        let until = Instant::now() + config.shutdown.grace;
+        let until = Instant::now() + config.shutdown.grace.min(LONGEST);
         // First what may still want to read and write.
         stop_watchers(watchers, config.shutdown.grace).await;
         stop.cancel();
@@ -128,6 +131,9 @@ async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Resu
     tracing::info!("stopped");
     Ok(())
 }
+
+/// The clock cannot count to the end of time.
+const LONGEST: Duration = Duration::from_secs(366 * 24 * 3600);
 
 /// Lets commands that run finish within `grace`, and kills the rest.
 async fn stop_watchers(watchers: Vec<Watching<Keys>>, grace: Duration) {

@@ -29,6 +29,7 @@ const BODY: usize = 2 << 20;
 pub struct Api {
     pub(crate) store: Store,
     pub(crate) watchers: BTreeMap<String, Watched>,
+    pub(crate) ending: CancellationToken,
     pub(crate) limits: Limits,
 }
 
@@ -70,7 +71,12 @@ impl Default for Limits {
 impl Api {
     /// Serves `store`.
     pub fn new(store: Store) -> Self {
-        Self { store, watchers: BTreeMap::new(), limits: Limits::default() }
+        Self {
+            store,
+            watchers: BTreeMap::new(),
+            ending: CancellationToken::new(),
+            limits: Limits::default(),
+        }
     }
 
     /// The same with a watcher of that store, under a name.
@@ -87,6 +93,13 @@ impl Api {
         self
     }
 
+    /// The same, and no longer ready once `ending` is cancelled, although it still serves.
+    #[must_use]
+    pub fn ending(mut self, ending: CancellationToken) -> Self {
+        self.ending = ending;
+        self
+    }
+
     /// The same with other limits.
     #[must_use]
     pub fn limits(mut self, limits: Limits) -> Self {
@@ -100,6 +113,7 @@ impl Api {
 pub(crate) struct Context {
     pub(crate) store: Store,
     pub(crate) watchers: Arc<BTreeMap<String, Watched>>,
+    pub(crate) ending: CancellationToken,
     pub(crate) limits: Arc<Limits>,
     pub(crate) stop: CancellationToken,
     /// The address we listen on: with the loopback names, what a `Host` may say.
@@ -152,7 +166,7 @@ async fn healthz() -> Json<Health> {
 
 /// It takes requests, and will for a while.
 async fn readyz(State(context): State<Context>) -> (StatusCode, Json<Health>) {
-    if context.stop.is_cancelled() {
+    if context.stop.is_cancelled() || context.ending.is_cancelled() {
         (StatusCode::SERVICE_UNAVAILABLE, Json(Health::new("stopping")))
     } else {
         (StatusCode::OK, Json(Health::new("ready")))

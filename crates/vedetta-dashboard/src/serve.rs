@@ -20,6 +20,7 @@ pub async fn serve(listener: TcpListener, api: Api, stop: CancellationToken) {
     let context = Context {
         store: api.store,
         watchers: Arc::new(api.watchers),
+        ending: api.ending,
         limits: Arc::clone(&limits),
         stop: stop.clone(),
         listening: address.ip(),

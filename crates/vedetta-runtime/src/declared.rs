@@ -85,6 +85,9 @@ struct Input<'a> {
     state: Option<&'a Keys>,
 }
 
+/// No system takes a variable of any length; the command finds the id in its input, too.
+const LONG: usize = 64 << 10;
+
 struct Runs {
     name: String,
     command: Command,
@@ -96,7 +99,7 @@ impl Reconcile for Runs {
     async fn reconcile(&self, id: &Id, state: Option<&Keys>) -> Result<Next, BoxError> {
         let input = serde_json::to_vec(&Input { id: Text(id.as_bytes()), state })?;
         let mut command = self.command.clone();
-        if !id.as_bytes().contains(&0) {
+        if id.as_bytes().len() <= LONG && !id.as_bytes().contains(&0) {
             command = command.variable("VEDETTA_ID", OsStr::from_bytes(id.as_bytes()));
         }
         command.run(&input).await.inspect_err(|error| {

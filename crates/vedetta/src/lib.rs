@@ -25,6 +25,72 @@
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! A watcher with typed states, on that store or on an etcd elsewhere
+//! ([`etcd::Cluster`]), both of which are a [`Source`](core::Source):
+//!
+//! ```
+//! use std::time::Duration;
+//!
+//! use vedetta::db::{DataFolder, Db};
+//! use vedetta::kv::{Options, Put, SCHEMA, Store};
+//! use vedetta::runtime::watcher::{BoxError, Effect, Id};
+//! use vedetta::runtime::{Next, Reconcile, State, Watcher};
+//!
+//! /// What a room should be, from `/rooms/{id}/title` and `/rooms/{id}/size`.
+//! #[derive(Debug, Clone, Default)]
+//! struct Room {
+//!     title: String,
+//!     size: u32,
+//! }
+//!
+//! impl State for Room {
+//!     fn apply(&mut self, key_type: &str, value: Option<&[u8]>) -> Result<Effect, BoxError> {
+//!         let text = std::str::from_utf8(value.unwrap_or_default())?; // nothing: that key is gone
+//!         match key_type {
+//!             "title" => self.title = text.into(),
+//!             _ => self.size = text.parse()?, // after an error the last good state stands
+//!         }
+//!         Ok(Effect::Wanted)
+//!     }
+//! }
+//!
+//! struct Rooms(tokio::sync::mpsc::Sender<String>);
+//!
+//! impl Reconcile for Rooms {
+//!     type State = Room;
+//!
+//!     async fn reconcile(&self, id: &Id, room: Option<&Room>) -> Result<Next, BoxError> {
+//!         let line = match room {
+//!             Some(room) => format!("open {id}: {}, {}", room.title, room.size),
+//!             None => format!("close {id}"),
+//!         };
+//!         self.0.send(line).await?; // an error is tried again, later and later
+//!         Ok(Next::Done)
+//!     }
+//! }
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let dir = tempfile::tempdir()?;
+//! # let folder = DataFolder::open(dir.path())?;
+//! # let db = Db::open(&vedetta::db::Options::new(folder.database()), &[SCHEMA])?;
+//! let store = Store::open(db, Options::default()).await?;
+//! store.put(Put::new("/rooms/1/title", "Jazz")).await?;
+//! store.put(Put::new("/rooms/1/size", "30")).await?;
+//!
+//! let (told, mut heard) = tokio::sync::mpsc::channel(8);
+//! let watcher = Watcher::new("/rooms/").key_types(["title", "size"]);
+//! let watching = watcher.start(store.clone(), Rooms(told));
+//! watching.ready(Duration::from_secs(10)).await?;
+//! assert_eq!(heard.recv().await.as_deref(), Some("open 1: Jazz, 30"));
+//! assert_eq!(watching.get("1").map(|room| room.size), Some(30));
+//!
+//! watching.stop(Duration::from_secs(5)).await; // first what reads the store, then the store
+//! store.close().await;
+//! # Ok(())
+//! # }
+//! ```
 
 pub use vedetta_core::{self as core, KeyRange, Revision};
 pub use vedetta_dashboard as dashboard;

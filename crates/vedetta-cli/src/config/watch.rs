@@ -88,11 +88,18 @@ impl TryFrom<String> for Name {
 struct Prefix(String);
 
 impl TryFrom<String> for Prefix {
-    type Error = &'static str;
+    type Error = String;
 
-    fn try_from(text: String) -> Result<Self, Self::Error> {
+    fn try_from(text: String) -> Result<Self, String> {
         if text.is_empty() {
-            return Err("the prefix is empty, which is every key: give one such as \"/rooms/\"");
+            return Err(
+                "the prefix is empty, which is every key: give one such as \"/rooms/\"".into()
+            );
+        }
+        if !text.ends_with('/') {
+            return Err(format!(
+                "the prefix {text:?} ends within a name: did you mean \"{text}/\"?"
+            ));
         }
         Ok(Self(text))
     }

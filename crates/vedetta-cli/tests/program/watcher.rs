@@ -123,7 +123,7 @@ fn what_fails_or_hangs_is_tried_again_and_shown() {
             (
                 "vedetta.toml",
                 "[watch.fails]\nprefix = '/rooms/'\nrun = ['sh', 'fails.sh']\n\
-                 [watch.hangs]\nprefix = '/slow/'\nrun = ['sh', 'hangs.sh']\ntimeout = '300ms'\n\
+                 [watch.hangs]\nprefix = '/slow/'\nrun = ['sh', 'hangs.sh']\ntimeout = '3s'\n\
                  [watch.lacks]\nprefix = '/slow/'\nrun = ['./none.sh']",
             ),
         ],
@@ -148,7 +148,7 @@ fn what_fails_or_hangs_is_tried_again_and_shown() {
 
     until("the end of a run", || show(&server, "hangs")["failing"] == 1);
     let shown = show(&server, "hangs");
-    assert_eq!(shown["troubles"][0]["error"], "it took longer than 300ms and was killed");
+    assert_eq!(shown["troubles"][0]["error"], "it took longer than 3s and was killed");
     assert_eq!(shown["malformed"], 1, "{shown}");
     let child = lines(&folder.path().join("children"))[0].clone();
     until("the end of its child", || !alive(&child));
@@ -225,6 +225,7 @@ fn a_watcher_that_cannot_be_is_refused_with_one_sentence() {
     for (name, body, sentence) in [
         ("rooms", run.to_owned(), "line 1: missing field `prefix`"),
         ("rooms", "prefix = '/rooms/'".into(), "line 1: missing field `run`"),
+        ("rooms", format!("prefix = '/rooms'\n{run}"), "did you mean \"/rooms/\"?"),
         ("rooms", format!("prefix = ''\n{run}"), "line 2: the prefix is empty"),
         ("rooms", "prefix = 'p/'\nrun = []".into(), "line 3: run names no program"),
         ("rooms", "prefix = 'p/'\nrun = ['', 'x']".into(), "line 3: run names no program"),

@@ -473,6 +473,7 @@ impl<S: Source, R: Reconcile> Task<S, R> {
         match rebuilt {
             Ok(()) if is_last => {
                 self.rebuild = Rebuild::Done;
+                self.shared.status.lock().last_error = None;
                 self.resync_at =
                     self.resync_at.or(self.resync.map(|period| Instant::now() + period));
                 self.shared.tell(|| WatcherEvent::Rebuilt);
