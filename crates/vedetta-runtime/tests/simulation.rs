@@ -15,8 +15,8 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use support::World;
 use tokio::time::{Instant, sleep};
-use vedetta_core::Backoff;
-use vedetta_runtime::watcher::{BoxError, Effect, Id, Wanted};
+use vedetta_core::{Backoff, Moment, RunEvent};
+use vedetta_runtime::watcher::{BoxError, Effect, Id, Wanted, WatcherEvent};
 use vedetta_runtime::{Next, Reconcile, State, Watcher, Watching};
 
 const PREFIX: &str = "/things/";
@@ -63,6 +63,8 @@ struct Reality {
     watcher: usize,
     /// What may have brought runs of any id forward.
     touches: Vec<Instant>,
+    /// Starts whose order was looked at.
+    ordered: usize,
     /// What must not be.
     violations: Vec<&'static str>,
     /// Handlers succeed from now on.
@@ -182,11 +184,54 @@ fn key(id: &[u8], kind: &str) -> Vec<u8> {
 }
 
 fn start(world: &World, reality: &Arc<Mutex<Reality>>) -> Watching<Room> {
-    Watcher::new(PREFIX)
+    let watching = Watcher::new(PREFIX)
         .key_types(["spec", "link", "status"])
         .parallel(NonZeroU32::new(3).unwrap())
         .timeout(Some(Duration::from_secs(2)))
-        .start(world.clone(), Hand(Arc::clone(reality)))
+        .start(world.clone(), Hand(Arc::clone(reality)));
+    let (mut events, began, reality) = (watching.events(), Instant::now(), Arc::clone(reality));
+    tokio::spawn(async move {
+        let mut told = Vec::new();
+        while let Ok(event) = events.recv().await {
+            told.push((Instant::now(), event));
+        }
+        starts_are_in_order(began, &told, &mut reality.lock());
+    });
+    watching
+}
+
+/// Runs begin in the order of the times at which they were due, and none before.
+fn starts_are_in_order(began: Instant, told: &[(Instant, WatcherEvent)], reality: &mut Reality) {
+    let (mut due, mut ended) = (HashMap::new(), HashMap::new());
+    let mut last = began;
+    let moment = |moment: Moment| began + Duration::from_millis(moment.as_millis());
+    for (now, event) in told {
+        match event {
+            WatcherEvent::Run(id, RunEvent::Due(at)) => {
+                let at = moment(*at).max(*now);
+                let first = due.entry(id).or_insert(at);
+                *first = at.min(*first);
+            }
+            WatcherEvent::Run(id, RunEvent::Failed { again, .. }) => {
+                ended.insert(id, *now);
+                due.insert(id, moment(*again));
+            }
+            WatcherEvent::Run(id, RunEvent::Done { .. }) => drop(ended.insert(id, *now)),
+            // What cannot be read is taken from the schedule and not run, of which nothing is told.
+            WatcherEvent::Unreadable(..) => return,
+            WatcherEvent::Run(id, RunEvent::Started { .. }) => {
+                reality.ordered += 1;
+                let at = due.remove(id);
+                // It stands in line from when it was due or, if it ran then, from when that ended, at
+                // the latest.
+                let latest = at.map(|at| at.max(*ended.get(id).unwrap_or(&began)));
+                reality.expect(latest.is_some_and(|at| last <= at), "a run out of order");
+                reality.expect(at.is_some_and(|at| at <= *now), "a run before its time");
+                last = last.max(at.unwrap_or(last));
+            }
+            _ => {}
+        }
+    }
 }
 
 /// What the world says should be, put together the plain way.
@@ -270,8 +315,9 @@ async fn stir(
     watching
 }
 
-/// One random story. What each run saw, to compare two tellings of one seed.
-fn story(seed: u64) -> Vec<(Bytes, u128, bool)> {
+/// One random story. What each run saw, to compare two tellings of one seed, and how many starts were
+/// looked at for their order.
+fn story(seed: u64) -> (Vec<(Bytes, u128, bool)>, usize) {
     fastrand::seed(seed);
     runtime().block_on(async move {
         let mut rng = fastrand::Rng::with_seed(seed);
@@ -283,6 +329,7 @@ fn story(seed: u64) -> Vec<(Bytes, u128, bool)> {
             runs: Vec::new(),
             watcher: 0,
             touches: Vec::new(),
+            ordered: 0,
             violations: Vec::new(),
             calm: false,
         }));
@@ -322,26 +369,24 @@ fn story(seed: u64) -> Vec<(Bytes, u128, bool)> {
         );
         assert_eq!(watching.troubles(9), []);
         watching.stop(Duration::ZERO).await;
+        tokio::task::yield_now().await; // the last events are read
 
         let reality = reality.lock();
         assert_eq!(reality.violations, Vec::<&str>::new());
         backoff_is_kept(&reality, &world.delivered());
-        reality
+        let runs = reality
             .runs
             .iter()
-            .map(|run| (run.id.clone(), run.began.duration_since(began).as_millis(), run.failed))
-            .collect()
+            .map(|run| (run.id.clone(), run.began.duration_since(began).as_millis(), run.failed));
+        (runs.collect(), reality.ordered)
     })
 }
 
-/// Runs begin in order, and after a failure none comes before its wait is over.
+/// After a failure no run comes before its wait is over.
 fn backoff_is_kept(reality: &Reality, delivered: &[(Instant, Bytes)]) {
-    let mut before = None;
     // Of each id the last run, and the failures in a row that nothing came between.
     let mut last: HashMap<&Bytes, (&Seen, u32)> = HashMap::new();
     for run in &reality.runs {
-        assert!(before <= Some(run.began), "runs are in chronological order");
-        before = Some(run.began);
         let mut failures = 0;
         if let Some((previous, earlier)) = last.remove(&run.id)
             && previous.failed
@@ -373,17 +418,20 @@ fn whatever_happens_every_id_ends_as_the_world_says() {
         Some(seed) => seed..seed + 1,
         None => 0..number("SIMULATION_SEEDS").unwrap_or(2_000),
     };
-    let mut runs = 0;
+    let (mut runs, mut ordered) = (0, 0);
     for seed in seeds {
         match catch_unwind(AssertUnwindSafe(|| story(seed))) {
-            Ok(story) => runs += story.len(),
+            Ok((story, checked)) => (runs, ordered) = (runs + story.len(), ordered + checked),
             Err(panic) => {
                 eprintln!("this was SIMULATION_SEED={seed}");
                 std::panic::resume_unwind(panic);
             }
         }
     }
-    assert!(alone || runs > 1_000, "{runs} runs are no test");
+    assert!(
+        alone || runs > 1_000 && ordered > 1_000,
+        "{runs} runs, {ordered} in order, are no test"
+    );
 }
 
 #[test]
