@@ -306,8 +306,11 @@ async fn a_transaction_is_seen_whole<L: Place>(place: &L) {
         .flat_map(|id| ["spec", "link"].map(|kind| stage.key(id, kind)))
         .collect();
     let pen = stage.pen.clone();
+    let (looked, mut looks) = tokio::sync::watch::channel(0);
     let writer = tokio::spawn(async move {
         for number in 1..=TXNS {
+            // Not all of it before the first look.
+            let _ = looks.wait_for(|looks| looks * 10 >= number).await;
             let value = (number % 5 > 0).then(|| number.to_string().into_bytes());
             let all = keys.iter().map(|key| (key.clone(), value.clone()));
             pen.write(all.collect()).await;
@@ -326,6 +329,7 @@ async fn a_transaction_is_seen_whole<L: Place>(place: &L) {
             stage.loses_its_line(async || place.cut()).await;
             place.mend();
         }
+        looked.send_modify(|looks| *looks += 1);
         tokio::time::sleep(Duration::from_micros(200)).await;
     }
     writer.await.unwrap();
@@ -392,8 +396,6 @@ async fn a_resync_reconciles_everything_and_lists_nothing<L: Place>(place: &L) {
         ["a", "b"].iter().all(|id| stage.reality.runs(id.as_bytes()) >= times)
     };
     until("every id is reconciled", || runs(&stage, 1)).await;
-    let deeds = stage.reality.deeds();
-    assert!(deeds.iter().all(|deed| matches!(deed, Deed::Reconcile(..))), "{deeds:?}");
     assert_eq!(stage.watching.status().lists, 1);
     stage.end().await;
 
