@@ -191,11 +191,12 @@ async fn a_commit_is_shared_by_no_more_than_allowed() {
     for asked in asked {
         soon(asked).await.unwrap();
     }
-    let expected = [
-        "undo", "keep", "keep", "seal", "publish", "keep", "keep", "seal", "publish", "keep",
-        "seal", "publish",
-    ];
-    assert_eq!(diary.read(), expected);
+    // A batch may be published while the next is under way.
+    let (published, rest): (Vec<_>, Vec<_>) =
+        diary.read().into_iter().partition(|entry| *entry == "publish");
+    let expected = ["undo", "keep", "keep", "seal", "keep", "keep", "seal", "keep", "seal"];
+    assert_eq!(rest, expected);
+    assert_eq!(published.len(), 3);
     close(&db).await;
 }
 
