@@ -449,7 +449,8 @@ async fn a_user_is_who_it_says_and_stays_so_when_its_token_expires() {
 
     for source in [early, source(address).user("root", "hush-hush")] {
         assert_eq!(list(&source, &range).await.entries.len(), 1);
-        tokio::time::sleep(Duration::from_secs(3)).await; // what a token outlives by no means
+        // A token lives a second, and trying whether it still does would prolong that.
+        tokio::time::sleep(Duration::from_secs(3)).await;
         assert_eq!(list(&source, &range).await.entries.len(), 1);
         tokio::time::sleep(Duration::from_secs(3)).await;
         let (mut feed, _) = source.follow(range.clone(), seen).await.unwrap();

@@ -128,31 +128,41 @@ struct Thing<S> {
     state: Option<Arc<S>>,
     /// Its keys, with the revision that last changed each.
     parts: Vec<(Slot, Revision)>,
-    unreadable: Vec<(Slot, String)>,
-    /// Key types of which no good value was ever seen, because the id was new when it was listed.
-    unknown: Vec<Slot>,
-    /// It never had a key.
-    is_new: bool,
-    failed: Option<Box<(u32, String, Moment)>>,
+    unreadable: Vec<Unread>,
+    failed: Option<Box<Failed>>,
+}
+
+/// A key that cannot be read.
+struct Unread {
+    kind: Slot,
+    why: String,
+    /// No good value of it was ever seen, because the id was new when it was listed.
+    is_first: bool,
+}
+
+struct Failed {
+    failures: u32,
+    error: String,
+    again: Moment,
 }
 
 impl<S> Thing<S> {
     /// There is no saying what it should be: it is there, and cannot be read.
     fn is_obscure(&self) -> bool {
-        !self.unknown.is_empty() || self.state.is_none() && !self.parts.is_empty()
+        self.unreadable.iter().any(|unread| unread.is_first)
+            || self.state.is_none() && !self.parts.is_empty()
+    }
+
+    /// Forgets that a key cannot be read.
+    fn take_unread(&mut self, kind: Slot) -> Option<Unread> {
+        let place = self.unreadable.iter().position(|unread| unread.kind == kind)?;
+        Some(self.unreadable.swap_remove(place))
     }
 }
 
 impl<S> Default for Thing<S> {
     fn default() -> Self {
-        Self {
-            state: None,
-            parts: Vec::new(),
-            unreadable: Vec::new(),
-            unknown: Vec::new(),
-            is_new: true,
-            failed: None,
-        }
+        Self { state: None, parts: Vec::new(), unreadable: Vec::new(), failed: None }
     }
 }
 
@@ -253,13 +263,20 @@ impl<S: State> Table<S> {
         if self.heeded.as_ref().is_some_and(|heeded| !heeded.contains(kind)) {
             return Applied::Nothing;
         }
-        let found = self.ids.find(id);
-        match value {
-            Some(value) => {
-                let slot = found.unwrap_or_else(|| self.ids.intern(Id(Bytes::copy_from_slice(id))));
+        match (self.ids.find(id), value) {
+            (Some(slot), Some(value)) => {
+                self.gone -= usize::from(self.things[slot.0 as usize].parts.is_empty());
                 self.put(slot, kind, value, revision, is_fresh)
             }
-            None => found.map_or(Applied::Nothing, |slot| self.delete(slot, kind)),
+            (None, Some(value)) => {
+                let slot = self.ids.intern(Id(Bytes::copy_from_slice(id)));
+                if slot.0 as usize >= self.things.len() {
+                    self.things.resize_with(slot.0 as usize + 1, Thing::default);
+                }
+                self.put(slot, kind, value, revision, is_fresh)
+            }
+            (Some(slot), None) => self.delete(slot, kind),
+            (None, None) => Applied::Nothing,
         }
     }
 
@@ -287,13 +304,13 @@ impl<S: State> Table<S> {
     pub(super) fn failed(&mut self, slot: Slot, failures: u32, error: String, again: Moment) {
         let failed = &mut self.things[slot.0 as usize].failed;
         self.failing += usize::from(failed.is_none());
-        *failed = Some(Box::new((failures, error, again)));
+        *failed = Some(Box::new(Failed { failures, error, again }));
     }
 
     /// It is tried again then, after a change.
     pub(super) fn changed(&mut self, slot: Slot, again: Moment) {
         if let Some(failed) = &mut self.things[slot.0 as usize].failed {
-            (failed.0, failed.2) = (0, again);
+            (failed.failures, failed.again) = (0, again);
         }
     }
 
@@ -343,12 +360,13 @@ impl<S: State> Table<S> {
         }
         let mut trouble = Trouble::default();
         if let Some(failed) = &thing.failed {
-            (trouble.failures, trouble.error) = (failed.0, Some(failed.1.clone()));
-            trouble.retry_in = Some(failed.2.since(now));
+            trouble.failures = failed.failures;
+            trouble.error = Some(failed.error.clone());
+            trouble.retry_in = Some(failed.again.since(now));
         }
-        for (kind, error) in &thing.unreadable {
+        for Unread { kind, why, .. } in &thing.unreadable {
             let kind = self.kinds.key(*kind).map(ToString::to_string).unwrap_or_default();
-            trouble.unreadable.push((kind, error.clone()));
+            trouble.unreadable.push((kind, why.clone()));
         }
         Some((self.ids.key(slot)?.clone(), trouble))
     }
@@ -369,41 +387,24 @@ impl<S: State> Table<S> {
         is_fresh: bool,
     ) -> Applied {
         let number = self.kinds.find(kind).unwrap_or_else(|| self.kinds.intern(kind.into()));
-        if slot.0 as usize >= self.things.len() {
-            self.things.resize_with(slot.0 as usize + 1, Thing::default);
-        }
         let thing = &mut self.things[slot.0 as usize];
         match thing.parts.iter_mut().find(|(part, _)| *part == number) {
             Some((_, modified)) => *modified = revision,
             None => {
-                // Without keys it is new, or gone and not yet forgotten.
-                self.gone -= usize::from(thing.parts.is_empty() && !thing.is_new);
-                thing.is_new = false;
                 thing.parts.push((number, revision));
                 let place = number.0 as usize;
                 self.uses.resize(self.uses.len().max(place + 1), 0);
                 self.uses[place] += 1;
             }
         }
-        thing.unreadable.retain(|(part, _)| *part != number);
-        match effect(thing.state.as_deref(), kind, Some(value)) {
-            Ok((state, effect)) => {
-                let was_obscure = thing.is_obscure();
-                thing.unknown.retain(|part| *part != number);
-                thing.state = Some(Arc::new(state));
-                let is_wanted = effect == Effect::Wanted && !self.quiet.contains(kind);
-                if !thing.is_obscure() && (was_obscure || is_wanted) {
-                    return Applied::Changed(slot);
-                }
-                Applied::Nothing
-            }
-            Err(error) => {
-                if is_fresh && !thing.unknown.contains(&number) {
-                    thing.unknown.push(number);
-                }
-                self.unreadable(slot, number, error)
-            }
+        let (was_obscure, was_unread) = (thing.is_obscure(), thing.take_unread(number));
+        let applied = self.assemble(slot, kind, Some(value), was_obscure);
+        if let Applied::Unreadable(what) = &applied {
+            let is_first = is_fresh || was_unread.is_some_and(|unread| unread.is_first);
+            let unread = Unread { kind: number, why: what.error.clone(), is_first };
+            self.things[slot.0 as usize].unreadable.push(unread);
         }
+        applied
     }
 
     fn delete(&mut self, slot: Slot, kind: &str) -> Applied {
@@ -414,8 +415,7 @@ impl<S: State> Table<S> {
         };
         let was_obscure = thing.is_obscure();
         thing.parts.swap_remove(part);
-        thing.unreadable.retain(|(part, _)| *part != number);
-        thing.unknown.retain(|part| *part != number);
+        thing.take_unread(number);
         let place = number.0 as usize;
         self.uses[place] -= 1;
         if self.uses[place] == 0 {
@@ -429,7 +429,19 @@ impl<S: State> Table<S> {
         if thing.state.is_none() {
             return Applied::Nothing;
         }
-        match effect(thing.state.as_deref(), kind, None) {
+        self.assemble(slot, kind, None, was_obscure)
+    }
+
+    /// Takes a value, or that it is gone, into the state of an id.
+    fn assemble(
+        &mut self,
+        slot: Slot,
+        kind: &str,
+        value: Option<&[u8]>,
+        was_obscure: bool,
+    ) -> Applied {
+        let thing = &mut self.things[slot.0 as usize];
+        match effect(thing.state.as_deref(), kind, value) {
             Ok((state, effect)) => {
                 thing.state = Some(Arc::new(state));
                 let is_wanted = effect == Effect::Wanted && !self.quiet.contains(kind);
@@ -438,19 +450,11 @@ impl<S: State> Table<S> {
                 }
                 Applied::Nothing
             }
-            // There is nothing of that kind any more to name as wrong.
             Err(error) => {
                 let id = self.ids.key(slot).cloned().unwrap_or_else(|| Id(Bytes::new()));
                 Applied::Unreadable(Box::new(Unreadable { id, kind: kind.to_owned(), error }))
             }
         }
-    }
-
-    fn unreadable(&mut self, slot: Slot, kind: Slot, error: String) -> Applied {
-        self.things[slot.0 as usize].unreadable.push((kind, error.clone()));
-        let id = self.ids.key(slot).cloned().unwrap_or_else(|| Id(Bytes::new()));
-        let kind = self.kinds.key(kind).map(ToString::to_string).unwrap_or_default();
-        Applied::Unreadable(Box::new(Unreadable { id, kind, error }))
     }
 }
 
