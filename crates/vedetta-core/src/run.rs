@@ -1,3 +1,4 @@
+use std::error::Error;
 use std::fmt;
 use std::time::Duration;
 
@@ -54,4 +55,15 @@ impl fmt::Display for Failure {
             Self::Timeout(limit) => write!(f, "it took longer than {limit:?}"),
         }
     }
+}
+
+/// An error with its causes, in one line.
+pub fn explain(error: &(dyn Error + 'static)) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
 }

@@ -2,14 +2,22 @@
 //!
 //! [`Runner`] owns the schedule, the slots and what runs. [`Watcher`] keeps a typed picture of what a
 //! [`Source`](vedetta_core::Source) says should be, and has a [`Runner`] bring each part of it about.
-//! [`Declared`] is a watcher that runs a [`Command`] for that.
+//! [`Declared`] is a watcher that runs a [`Command`] for that. [`Puller`] works a
+//! [`Queue`](vedetta_core::Queue) with one.
 
 mod command;
 mod declared;
+mod puller;
 mod runner;
 pub mod watcher;
 
 pub use command::{Command, CommandError};
 pub use declared::{Declared, Keys};
+pub use puller::{Flow, PullStatus, Puller, Pulling};
 pub use runner::{Ended, Limits, Outcome, Runner};
 pub use watcher::{Handle, Next, Reconcile, State, Watcher, Watching};
+
+use std::time::Duration;
+
+/// Longer than anybody waits; the clock cannot count to the end of time.
+const LONGEST: Duration = Duration::from_secs(366 * 24 * 3600);

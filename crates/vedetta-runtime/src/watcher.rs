@@ -165,7 +165,7 @@ impl Watcher {
     /// Reconciles every id once per period, changed or not, spread over it. Off if not told.
     #[must_use]
     pub fn resync_every(mut self, period: Duration) -> Self {
-        self.resync = Some(period.clamp(Duration::from_millis(1), task::LONGEST));
+        self.resync = Some(period.clamp(Duration::from_millis(1), crate::LONGEST));
         self
     }
 

@@ -98,3 +98,4 @@ pub use vedetta_db as db;
 pub use vedetta_etcd as etcd;
 pub use vedetta_kv as kv;
 pub use vedetta_runtime as runtime;
+pub use vedetta_stage as stage;

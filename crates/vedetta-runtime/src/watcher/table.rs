@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use vedetta_core::{Entry, Ids, Moment, Revision, Slot};
+use vedetta_core::{Entry, Ids, Moment, Revision, Slot, explain};
 
 use super::{BoxError, Effect, State};
 use crate::runner::message;
@@ -467,22 +467,11 @@ fn effect<S: State>(
     let apply = || {
         let mut next = state.cloned().unwrap_or_default();
         let effect = next.apply(kind, value)?;
-        Ok((next, effect))
+        Ok::<_, BoxError>((next, effect))
     };
     match catch_unwind(AssertUnwindSafe(apply)) {
         Ok(Ok(applied)) => Ok(applied),
-        Ok(Err(error)) => Err(explain(&error)),
+        Ok(Err(error)) => Err(explain(error.as_ref())),
         Err(panic) => Err(format!("reading it panicked: {}", message(panic.as_ref()))),
     }
-}
-
-/// An error with its causes.
-pub(super) fn explain(error: &BoxError) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
 }

@@ -13,11 +13,12 @@ use tokio_util::sync::CancellationToken;
 use vedetta_core::follow::{Step, Turn};
 use vedetta_core::{
     Backoff, Changes, Entry, Failure, Feed as _, Follow, KeyRange, Moment, Page, Revision,
-    RunEvent, Slot, Source, SourceError, Tries,
+    RunEvent, Slot, Source, SourceError, Tries, explain,
 };
 
-use super::table::{Applied, explain};
+use super::table::Applied;
 use super::{BoxError, Command, HEARTBEAT, Next, Phase, Reconcile, Shared, Watcher, WatcherEvent};
+use crate::LONGEST;
 use crate::runner::{Ended, Limits, Outcome, Runner, message};
 
 /// The waits between tries to reach a source. With jitter: the watchers of a fleet lose it together.
@@ -26,9 +27,6 @@ const RECONNECT: Backoff =
 
 /// Of changes that are at hand so many are taken in before anything is run: those of one id are one run.
 const BURST: usize = 4096;
-
-/// Longer than anybody waits; the clock cannot count to the end of time.
-pub(super) const LONGEST: Duration = Duration::from_secs(366 * 24 * 3600);
 
 /// Says that the task has ended, also when it panicked.
 struct End<S>(Arc<Shared<S>>);
@@ -309,7 +307,7 @@ impl<S: Source, R: Reconcile> Task<S, R> {
                 self.follow.compacted(self.runner.now(), fastrand::f64())
             }
             error => {
-                let why = explain(&(Box::new(error) as BoxError));
+                let why = explain(&error);
                 tracing::warn!(error = %why, "lost the source, trying again");
                 self.shared.tell(|| WatcherEvent::Lost(why.clone()));
                 let mut status = self.shared.status.lock();
@@ -418,7 +416,7 @@ impl<S: Source, R: Reconcile> Task<S, R> {
             let reconcile = Arc::clone(reconcile);
             Some(async move {
                 let done = reconcile.reconcile(&id, state.as_deref()).await;
-                done.map_err(|error| Failure::Error(explain(&error)))
+                done.map_err(|error| Failure::Error(explain(error.as_ref())))
             })
         };
         runner.start_due(work, |_| 1);
@@ -481,7 +479,7 @@ impl<S: Source, R: Reconcile> Task<S, R> {
             }
             Ok(()) => {}
             Err(error) => {
-                let why = explain(&error);
+                let why = explain(error.as_ref());
                 tracing::warn!(error = %why, "cannot compare what is wanted with what runs, trying again");
                 let at =
                     self.rebuild_tries.failed(self.runner.now(), &self.backoff, fastrand::f64());

@@ -1,0 +1,617 @@
+//! Works a queue: takes what there is room for, runs it, keeps its leases, settles it.
+//!
+//! ```text
+//!  Queue ──take──► waiting ──slots──► running ──► ended ──settle──► Queue
+//!    ▲                 └───────── keep ─────────────┘
+//! ```
+//!
+//! One task owns all of it and never waits for a run. Of takes, keeps and settles one each is under way at
+//! a time; what ends meanwhile is settled together, so batches grow with the load and a lone end does not
+//! wait for company.
+//!
+//! So that the slots do not idle while a take is under way, as many items are held ahead as ended during
+//! the last one: with long runs that is none, and others can have them.
+//!
+//! Nothing is forgotten before it is settled: an end that the queue could not note is told again. A run
+//! whose lease is lost, or could not be prolonged in time, is ended: somebody else may have it by now.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use slab::Slab;
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep_until, timeout_at};
+use tokio_util::sync::CancellationToken;
+use vedetta_core::queue::{End, Kept, Settled, Taken};
+use vedetta_core::{Backoff, Command, Handler, Queue, QueueError, Slot, explain};
+
+use crate::LONGEST;
+use crate::runner::{Ended, Limits, Outcome, Runner};
+
+/// The waits between tries to reach a queue. With jitter: the workers of a fleet lose it together.
+const RECONNECT: Backoff =
+    Backoff { first: Duration::from_millis(50), most: Duration::from_secs(5), jitter: 0.2 };
+
+/// Items held ahead at most, and ends told at once.
+const MOST: u32 = 1024;
+
+/// After the grace of a stop, how long ends that the queue has not noted are told again.
+const LAST_WORDS: Duration = Duration::from_secs(5);
+
+/// How to work a queue.
+#[derive(Debug, Clone, Copy)]
+pub struct Puller {
+    /// How much may run, and for how long.
+    pub limits: Limits,
+    /// How long a lease of the queue lasts. It is prolonged three times in that time, and what could not
+    /// be prolonged by its end is given up.
+    pub lease: Duration,
+    /// The queue is looked at after so long without a wake-up: they may be lost.
+    pub poll: Duration,
+}
+
+/// What became of what was taken, since the start.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Flow {
+    /// Taken from the queue.
+    pub taken: u64,
+    /// Ended well.
+    pub done: u64,
+    /// Failed.
+    pub failed: u64,
+    /// Of those, set aside.
+    pub parked: u64,
+    /// Given up, or refused by the queue, because the lease was lost.
+    pub stale: u64,
+}
+
+/// What a puller is at.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct PullStatus {
+    /// Runs.
+    pub running: usize,
+    /// Taken, and not begun.
+    pub waiting: usize,
+    /// Takes nothing.
+    pub paused: bool,
+    /// What became of the rest.
+    pub flow: Flow,
+    /// Why the queue cannot be reached.
+    pub trouble: Option<String>,
+}
+
+/// A puller at work. Dropped, it ends at once, and what it held comes back when its leases lapse.
+#[derive(Debug)]
+pub struct Pulling {
+    task: Option<JoinHandle<usize>>,
+    stop: CancellationToken,
+    grace: Arc<Mutex<Duration>>,
+    commands: mpsc::Sender<Command>,
+    status: Arc<Mutex<PullStatus>>,
+}
+
+impl Pulling {
+    /// Tells it to pause, to resume or to stop, for which it takes as long as what runs does.
+    pub async fn tell(&self, command: Command) {
+        // One that has ended obeys already.
+        let _ = self.commands.send(command).await;
+    }
+
+    /// What it is at.
+    pub fn status(&self) -> PullStatus {
+        self.status.lock().clone()
+    }
+
+    /// Takes nothing more, gives back what was not begun, lets runs end within `grace`, ends the rest,
+    /// and settles it all. How many had to be ended.
+    pub async fn stop(mut self, grace: Duration) -> usize {
+        *self.grace.lock() = grace.min(LONGEST);
+        self.stop.cancel();
+        match self.task.take() {
+            Some(task) => task.await.unwrap_or(0),
+            None => 0,
+        }
+    }
+}
+
+impl Drop for Pulling {
+    fn drop(&mut self) {
+        if let Some(task) = self.task.take() {
+            task.abort();
+        }
+    }
+}
+
+impl Puller {
+    /// Works `queue` with `handler` until stopped.
+    pub fn start<Q, H>(self, queue: Q, handler: H) -> Pulling
+    where
+        Q: Queue,
+        H: Handler<Q::Item, Outcome = Q::Outcome>,
+    {
+        let (commands, inbox) = mpsc::channel(8);
+        let (stop, grace) = (CancellationToken::new(), Arc::new(Mutex::new(LONGEST)));
+        let status = Arc::new(Mutex::new(PullStatus::default()));
+        let task = Task {
+            queue: Arc::new(queue),
+            handler,
+            options: self,
+            runner: Runner::new(self.limits),
+            status: Arc::clone(&status),
+            held: Slab::new(),
+            costs: Vec::new(),
+            load: 0,
+            ended: Vec::new(),
+            look: Look::Now,
+            ahead: 0,
+            ended_meanwhile: 0,
+            failures: 0,
+            taking: None,
+            settling: None,
+            settle_at: None,
+            settle_failures: 0,
+            keeping: None,
+            keep_at: Instant::now() + self.lease / 3,
+            paused: false,
+            flow: Flow::default(),
+            trouble: None,
+        };
+        let task = tokio::spawn(task.run(inbox, stop.clone(), Arc::clone(&grace)));
+        Pulling { task: Some(task), stop, grace, commands, status }
+    }
+}
+
+/// When to look at the queue next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Look {
+    /// As soon as there is room.
+    Now,
+    /// Nothing is due before.
+    At(Instant),
+}
+
+/// Something taken and not settled.
+struct Holding<C, I> {
+    claim: C,
+    /// Until it runs.
+    item: Option<I>,
+    cost: u32,
+    /// Until then the lease is ours for sure.
+    sure_until: Instant,
+    /// It no longer is.
+    is_lost: bool,
+    /// It ended: only its settling is left.
+    is_over: bool,
+}
+
+type Flight<T> = Pin<Box<dyn Future<Output = T> + Send>>;
+type Took<Q> = (Instant, u32, Result<Taken<<Q as Queue>::Claim, <Q as Queue>::Item>, QueueError>);
+type Told<Q> = Vec<(<Q as Queue>::Claim, End<<Q as Queue>::Outcome>)>;
+
+struct Settling<Q: Queue> {
+    slots: Vec<Slot>,
+    told: Told<Q>,
+    answer: Result<Vec<Settled>, QueueError>,
+}
+
+struct Keeping {
+    slots: Vec<Slot>,
+    asked: Instant,
+    answer: Result<Vec<Kept>, QueueError>,
+}
+
+struct Task<Q: Queue, H> {
+    queue: Arc<Q>,
+    handler: H,
+    options: Puller,
+    runner: Runner<Q::Outcome>,
+    status: Arc<Mutex<PullStatus>>,
+    held: Slab<Holding<Q::Claim, Q::Item>>,
+    /// By slot.
+    costs: Vec<u32>,
+    /// What all that waits or runs costs.
+    load: u32,
+    ended: Vec<(Slot, End<Q::Outcome>)>,
+    look: Look,
+    /// How much to hold beyond what can run.
+    ahead: u32,
+    /// What ended cost, since the last take began.
+    ended_meanwhile: u32,
+    /// Takes that failed, since the last that did not.
+    failures: u32,
+    taking: Option<Flight<Took<Q>>>,
+    settling: Option<Flight<Settling<Q>>>,
+    /// The last one failed.
+    settle_at: Option<Instant>,
+    settle_failures: u32,
+    keeping: Option<Flight<Keeping>>,
+    keep_at: Instant,
+    paused: bool,
+    flow: Flow,
+    trouble: Option<String>,
+}
+
+/// What one turn of the task waits for.
+enum Event<Q: Queue> {
+    Stop,
+    Told(Command),
+    Took(Took<Q>),
+    Settled(Settling<Q>),
+    Kept(Keeping),
+    Ended(Option<Ended<Q::Outcome>>),
+    Woken,
+    Time,
+}
+
+impl<Q, H> Task<Q, H>
+where
+    Q: Queue,
+    H: Handler<Q::Item, Outcome = Q::Outcome>,
+{
+    /// Runs until stopped. How many runs had to be ended after the grace.
+    async fn run(
+        mut self,
+        mut inbox: mpsc::Receiver<Command>,
+        stop: CancellationToken,
+        grace: Arc<Mutex<Duration>>,
+    ) -> usize {
+        let queue = Arc::clone(&self.queue);
+        let mut woken = Box::pin(queue.woken());
+        loop {
+            tokio::task::coop::consume_budget().await;
+            while let Some(run) = self.runner.try_next() {
+                self.run_ended(run);
+            }
+            self.take();
+            self.settle();
+            self.keep();
+            self.start_due();
+            self.report();
+            let event = tokio::select! {
+                biased;
+                () = stop.cancelled() => Event::Stop,
+                Some(command) = inbox.recv() => Event::Told(command),
+                () = &mut woken => {
+                    woken = Box::pin(queue.woken());
+                    Event::Woken
+                }
+                event = self.next(true) => event,
+            };
+            match event {
+                Event::Stop | Event::Told(Command::Stop) => break,
+                Event::Told(command) => self.paused = command == Command::Pause,
+                event => self.handle(event),
+            }
+        }
+        drop(woken);
+        self.drain(&stop, &grace).await
+    }
+
+    /// The next thing to happen. Cancel safety: a dropped future loses nothing.
+    async fn next(&mut self, may_take: bool) -> Event<Q> {
+        let look_at = match self.look {
+            Look::At(at) if may_take && !self.paused && self.taking.is_none() => Some(at),
+            _ => None,
+        };
+        let now = Instant::now();
+        tokio::select! {
+            biased;
+            took = flight(&mut self.taking) => Event::Took(took),
+            settled = flight(&mut self.settling) => Event::Settled(settled),
+            kept = flight(&mut self.keeping) => Event::Kept(kept),
+            ended = self.runner.next() => Event::Ended(ended),
+            () = sleep_until(look_at.unwrap_or(now)), if look_at.is_some() => {
+                self.look = Look::Now;
+                Event::Time
+            }
+            () = sleep_until(self.settle_at.unwrap_or(now)), if self.settle_at.is_some() => {
+                self.settle_at = None;
+                Event::Time
+            }
+            () = sleep_until(self.keep_at), if self.keeping.is_none() && !self.held.is_empty() => {
+                Event::Time
+            }
+        }
+    }
+
+    /// The one place where state changes.
+    fn handle(&mut self, event: Event<Q>) {
+        match event {
+            Event::Took(took) => self.took(took),
+            Event::Settled(settled) => self.settled(settled),
+            Event::Kept(kept) => self.kept(kept),
+            Event::Ended(Some(run)) => self.run_ended(run),
+            Event::Woken => self.look = Look::Now,
+            Event::Ended(None) | Event::Time | Event::Stop | Event::Told(_) => {}
+        }
+    }
+
+    fn take(&mut self) {
+        let room = (self.options.limits.capacity.get() + self.ahead).saturating_sub(self.load);
+        if self.paused || self.taking.is_some() || self.look != Look::Now || room == 0 {
+            return;
+        }
+        self.ended_meanwhile = 0;
+        // Until it is told otherwise, or something wakes it meanwhile.
+        self.look = Look::At(Instant::now() + LONGEST);
+        let queue = Arc::clone(&self.queue);
+        self.taking = Some(Box::pin(async move {
+            let asked = Instant::now();
+            (asked, room, queue.take(room).await)
+        }));
+    }
+
+    fn took(&mut self, (asked, room, answer): Took<Q>) {
+        self.ahead = self.ended_meanwhile.max(self.ahead / 2).min(MOST);
+        let taken = match answer {
+            Ok(taken) => taken,
+            Err(error) => {
+                let wait = RECONNECT.delay(self.failures, fastrand::f64());
+                self.failures = self.failures.saturating_add(1);
+                self.look = Look::At(Instant::now() + wait);
+                self.in_trouble(&error);
+                return;
+            }
+        };
+        (self.failures, self.trouble) = (0, None);
+        if self.look != Look::Now {
+            self.look = match taken.rest {
+                None => Look::Now,
+                Some(rest) => Look::At(Instant::now() + rest.min(self.options.poll)),
+            };
+        }
+        let (capacity, now) = (self.options.limits.capacity.get(), self.runner.now());
+        let mut cost_taken = 0_u32;
+        for handed in taken.items {
+            let cost = handed.cost.clamp(1, capacity);
+            cost_taken = cost_taken.saturating_add(cost);
+            let index = self.held.insert(Holding {
+                claim: handed.claim,
+                item: Some(handed.item),
+                cost,
+                sure_until: asked + self.options.lease,
+                is_lost: false,
+                is_over: false,
+            });
+            self.costs.resize(self.costs.len().max(index + 1), 0);
+            self.costs[index] = cost;
+            self.runner.offer(slot(index), now);
+            self.flow.taken += 1;
+        }
+        debug_assert!(cost_taken <= room.max(capacity), "a queue hands out what was asked for");
+        self.load += cost_taken;
+    }
+
+    fn start_due(&mut self) {
+        let (held, handler, costs) = (&mut self.held, &self.handler, &self.costs);
+        self.runner.start_due(
+            |slot| held[index(slot)].item.take().map(|item| handler.handle(item)),
+            |slot| costs[index(slot)],
+        );
+    }
+
+    fn run_ended(&mut self, run: Ended<Q::Outcome>) {
+        let end = match run.outcome {
+            Outcome::Done(outcome) => End::Done(outcome),
+            Outcome::Failed(failure) => End::Failed(failure),
+            Outcome::Cancelled => End::Released,
+        };
+        self.over(run.slot, end);
+    }
+
+    /// Nothing is left to do but to settle it.
+    fn over(&mut self, slot: Slot, end: End<Q::Outcome>) {
+        let holding = &mut self.held[index(slot)];
+        holding.is_over = true;
+        self.load -= holding.cost;
+        self.ended_meanwhile = self.ended_meanwhile.saturating_add(holding.cost);
+        if holding.is_lost {
+            self.flow.stale += 1;
+            self.held.remove(index(slot));
+        } else {
+            self.ended.push((slot, end));
+        }
+    }
+
+    fn settle(&mut self) {
+        if self.ended.is_empty() || self.settling.is_some() || self.settle_at.is_some() {
+            return;
+        }
+        let count = self.ended.len().min(MOST as usize);
+        let (slots, told): (Vec<_>, Vec<_>) = self
+            .ended
+            .drain(..count)
+            .map(|(slot, end)| (slot, (self.held[index(slot)].claim.clone(), end)))
+            .unzip();
+        let queue = Arc::clone(&self.queue);
+        self.settling = Some(Box::pin(async move {
+            let answer = queue.settle(&told).await;
+            Settling { slots, told, answer }
+        }));
+    }
+
+    fn settled(&mut self, settling: Settling<Q>) {
+        match settling.answer {
+            Ok(answers) => {
+                self.settle_failures = 0;
+                debug_assert_eq!(answers.len(), settling.slots.len());
+                for ((slot, (_, end)), answer) in
+                    settling.slots.into_iter().zip(settling.told).zip(answers)
+                {
+                    self.held.remove(index(slot));
+                    match (answer, end) {
+                        (Settled::Stale, _) => self.flow.stale += 1,
+                        (_, End::Done(_)) => self.flow.done += 1,
+                        (answer, End::Failed(_)) => {
+                            self.flow.failed += 1;
+                            self.flow.parked += u64::from(answer == Settled::Parked);
+                        }
+                        (_, End::Released) => {}
+                    }
+                    // Sooner than the queue is looked at: it may not wake us for what we did.
+                    if let (Settled::Again(after), Look::At(at)) = (answer, self.look) {
+                        self.look = Look::At(at.min(Instant::now() + after.min(LONGEST)));
+                    }
+                }
+            }
+            Err(error) => {
+                let wait = RECONNECT.delay(self.settle_failures, fastrand::f64());
+                self.settle_failures = self.settle_failures.saturating_add(1);
+                self.settle_at = Some(Instant::now() + wait);
+                let told = settling.slots.into_iter().zip(settling.told);
+                self.ended.splice(0..0, told.map(|(slot, (_, end))| (slot, end)));
+                self.in_trouble(&error);
+            }
+        }
+    }
+
+    fn keep(&mut self) {
+        let now = Instant::now();
+        if self.keeping.is_some() || now < self.keep_at {
+            return;
+        }
+        self.keep_at = now + self.options.lease / 3;
+        // What could not be prolonged in time is somebody else's.
+        let late = self.held.iter().filter(|(_, held)| !held.is_over && held.sure_until <= now);
+        let late: Vec<Slot> = late.map(|(index, _)| slot(index)).collect();
+        late.into_iter().for_each(|slot| self.lost(slot));
+
+        let (slots, claims): (Vec<_>, Vec<_>) = self
+            .held
+            .iter()
+            .filter(|(_, held)| !held.is_lost)
+            .map(|(index, held)| (slot(index), held.claim.clone()))
+            .unzip();
+        if slots.is_empty() {
+            return;
+        }
+        let queue = Arc::clone(&self.queue);
+        self.keeping = Some(Box::pin(async move {
+            let held: Vec<&Q::Claim> = claims.iter().collect();
+            Keeping { slots, asked: now, answer: queue.keep(&held).await }
+        }));
+    }
+
+    fn kept(&mut self, keeping: Keeping) {
+        match keeping.answer {
+            Ok(answers) => {
+                for (slot, kept) in keeping.slots.into_iter().zip(answers) {
+                    // It may have been settled meanwhile.
+                    let Some(held) = self.held.get_mut(index(slot)) else { continue };
+                    match kept {
+                        Kept::Ours => {
+                            held.sure_until =
+                                held.sure_until.max(keeping.asked + self.options.lease);
+                        }
+                        Kept::Lost if !held.is_over => self.lost(slot),
+                        Kept::Lost => {}
+                    }
+                }
+            }
+            Err(error) => self.in_trouble(&error),
+        }
+    }
+
+    /// The lease is gone, and with it the right to do this.
+    fn lost(&mut self, slot: Slot) {
+        let held = &mut self.held[index(slot)];
+        if held.is_lost {
+            return;
+        }
+        held.is_lost = true;
+        let began = held.item.take().is_none();
+        self.runner.cancel(slot);
+        if !began {
+            self.over(slot, End::Released);
+        }
+    }
+
+    fn in_trouble(&mut self, error: &QueueError) {
+        let text = explain(error);
+        if self.trouble.as_ref() != Some(&text) {
+            tracing::warn!(error = text, "the queue cannot be reached; trying again");
+            self.trouble = Some(text);
+        }
+    }
+
+    fn report(&self) {
+        let mut status = self.status.lock();
+        status.running = self.runner.running();
+        status.waiting = self.runner.waiting();
+        status.paused = self.paused;
+        status.flow = self.flow;
+        if status.trouble != self.trouble {
+            status.trouble.clone_from(&self.trouble);
+        }
+    }
+
+    async fn drain(mut self, stop: &CancellationToken, grace: &Mutex<Duration>) -> usize {
+        self.paused = true;
+        // What arrives now was not begun, either.
+        if let Some(taking) = self.taking.take()
+            && let Ok(took) = timeout_at(Instant::now() + LAST_WORDS, taking).await
+        {
+            self.took(took);
+        }
+        self.runner.pause(true);
+        let unbegun = self.held.iter().filter(|(_, held)| held.item.is_some());
+        let unbegun: Vec<Slot> = unbegun.map(|(index, _)| slot(index)).collect();
+        for slot in unbegun {
+            self.held[index(slot)].item = None;
+            self.runner.cancel(slot);
+            self.over(slot, End::Released);
+        }
+
+        let mut deadline = None;
+        let mut aborted = 0;
+        loop {
+            self.settle();
+            self.keep();
+            self.report();
+            if self.runner.running() == 0 && self.ended.is_empty() && self.settling.is_none() {
+                return aborted;
+            }
+            if deadline.is_none() && stop.is_cancelled() {
+                deadline = Some(Instant::now() + *grace.lock());
+            }
+            tokio::select! {
+                biased;
+                event = self.next(false) => self.handle(event),
+                () = stop.cancelled(), if deadline.is_none() => {}
+                () = sleep_until(deadline.unwrap_or_else(Instant::now)), if deadline.is_some() => {
+                    let running = self.runner.running();
+                    if running == 0 {
+                        // The queue cannot be reached: what it was not told comes back to others.
+                        return aborted;
+                    }
+                    aborted += running;
+                    self.runner.abort();
+                    deadline = Some(Instant::now() + LAST_WORDS);
+                }
+            }
+        }
+    }
+}
+
+/// The answer of a call that is under way, which then no longer is.
+async fn flight<T>(flight: &mut Option<Flight<T>>) -> T {
+    match flight {
+        Some(future) => {
+            let done = future.await;
+            *flight = None;
+            done
+        }
+        None => std::future::pending().await,
+    }
+}
+
+fn slot(index: usize) -> Slot {
+    Slot(u32::try_from(index).expect("as many as there is room for"))
+}
+
+fn index(slot: Slot) -> usize {
+    slot.0 as usize
+}

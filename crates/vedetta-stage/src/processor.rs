@@ -1,0 +1,463 @@
+//! Reads the queues, runs the stages, saves what they changed.
+//!
+//! Each stage has a [`Puller`] of its own, and so has the system stage, whose work is to ask the others.
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::num::NonZeroU32;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use tokio::sync::{Mutex, watch};
+use vedetta_core::queue::{End, Handed, Kept, Settled, Taken};
+use vedetta_core::{Failure, Handler, Queue, QueueError, explain};
+use vedetta_runtime::{PullStatus, Puller, Pulling};
+
+use crate::entity::{BoxError, Entity, Limits, Stage, Version, Visit};
+use crate::record::{Claim, Fate, Lane, Records, Refused, SYSTEM, StageError};
+
+/// Entities the system stage asks about at once.
+const SYSTEM_PARALLEL: NonZeroU32 = NonZeroU32::new(512).unwrap();
+
+/// The tables of entities that a processor works on, with their queues.
+pub trait Backend<E: Entity>: Clone + Send + Sync + 'static {
+    /// The queues.
+    type Records: Records;
+
+    /// The queues.
+    fn records(&self) -> &Self::Records;
+
+    /// What the entities are called.
+    fn name(&self) -> &str;
+
+    /// Into how many shards the entities are divided.
+    fn shards(&self) -> u16;
+
+    /// Reads those of these ids that exist, in any order.
+    fn load(&self, ids: Vec<E::Id>) -> impl Future<Output = Result<Vec<E>, StageError>> + Send;
+
+    /// Settles records of a lane, each with what it saves and where it is to go next: all of it, or
+    /// nothing. What it says of each is in the order of `endings`.
+    fn settle(
+        &self,
+        lane: Lane,
+        endings: Vec<Ending<E>>,
+    ) -> impl Future<Output = Result<Vec<Result<Saved, Refused>>, StageError>> + Send;
+}
+
+/// How the work on a record ended.
+#[derive(Debug, Clone)]
+pub struct Ending<E> {
+    /// Whose.
+    pub claim: Claim,
+    /// What is to become of the record.
+    pub fate: Fate,
+    /// An entity to save, if it is still of this version.
+    pub saves: Option<(E, Version)>,
+    /// Where the entity is to go, after how long.
+    pub visits: Vec<(Lane, Duration)>,
+}
+
+/// What came of an [`Ending`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Saved {
+    /// This became of the record.
+    Settled(Settled),
+    /// Somebody else saved the entity meanwhile: nothing is saved, and the record is due as it was.
+    Conflict,
+}
+
+/// Builds what works on the entities of one backend.
+pub struct Processor<E, B> {
+    backend: B,
+    stages: Vec<SharedStage<E>>,
+    lease: Duration,
+    poll: Duration,
+    spread: Duration,
+    shards: watch::Receiver<Arc<[u16]>>,
+}
+
+impl<E: Entity, B: Backend<E>> Processor<E, B> {
+    /// Without stages.
+    pub fn new(backend: B) -> Self {
+        let (_, shards) = watch::channel((0..backend.shards().max(1)).collect());
+        Self {
+            backend,
+            stages: Vec::new(),
+            lease: Duration::from_secs(30),
+            poll: Duration::from_secs(1),
+            spread: Duration::from_millis(10),
+            shards,
+        }
+    }
+
+    /// With one more stage.
+    ///
+    /// # Panics
+    ///
+    /// If there is one of that name, or its name is that of the system stage.
+    #[must_use]
+    pub fn stage(mut self, stage: impl Stage<E>) -> Self {
+        let name = Stage::name(&stage);
+        assert!(name != SYSTEM, "a stage may not be called {SYSTEM:?}: that one asks the others");
+        assert!(self.stages.iter().all(|other| other.name() != name), "two stages called {name:?}");
+        self.stages.push(Arc::new(stage));
+        self
+    }
+
+    /// How long a record is held before others may have it, if its holder does not say that it goes on.
+    /// 30 s unless said otherwise.
+    #[must_use]
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.lease = lease;
+        self
+    }
+
+    /// The queues are looked at so often even if nothing is heard of them. 1 s unless said otherwise.
+    #[must_use]
+    pub fn poll(mut self, poll: Duration) -> Self {
+        self.poll = poll;
+        self
+    }
+
+    /// An entity that several stages want reaches each after a random delay, up to this: begun together
+    /// they would often save over each other, and have to begin again. 10 ms unless said otherwise.
+    #[must_use]
+    pub fn spread(mut self, spread: Duration) -> Self {
+        self.spread = spread;
+        self
+    }
+
+    /// Works only on the shards that this says, as it changes. All of them unless said otherwise.
+    #[must_use]
+    pub fn shards(mut self, shards: watch::Receiver<Arc<[u16]>>) -> Self {
+        self.shards = shards;
+        self
+    }
+
+    /// Begins to work.
+    pub async fn start(self) -> Result<Processing, StageError> {
+        let (records, name) = (self.backend.records(), self.backend.name());
+        let mut stages = Vec::with_capacity(self.stages.len());
+        for stage in self.stages {
+            stages.push((records.lane(name, stage.name()).await?, stage));
+        }
+        let stages: Arc<[_]> = stages.into();
+        let system = Limits { parallel: SYSTEM_PARALLEL, ..Limits::default() };
+        let work = Work::System { stages: Arc::clone(&stages), spread: self.spread };
+        let mut lanes = vec![(records.lane(name, SYSTEM).await?, SYSTEM.to_owned(), system, work)];
+        for (lane, stage) in stages.iter() {
+            let (name, limits) = (stage.name().to_owned(), stage.limits());
+            lanes.push((*lane, name, limits, Work::Stage(Arc::clone(stage))));
+        }
+        let pulls = lanes.into_iter().map(|(lane, name, limits, work)| {
+            let conflicts = Arc::new(AtomicU64::new(0));
+            let queue = StageQueue {
+                backend: self.backend.clone(),
+                lane,
+                limits,
+                lease: self.lease,
+                owned: self.shards.clone(),
+                changed: Mutex::new(self.shards.clone()),
+                conflicts: Arc::clone(&conflicts),
+                entity: std::marker::PhantomData::<fn() -> E>,
+            };
+            let puller = Puller {
+                limits: vedetta_runtime::Limits {
+                    capacity: limits.parallel,
+                    timeout: Some(limits.timeout),
+                },
+                lease: self.lease,
+                poll: self.poll,
+            };
+            Pull { stage: name, pulling: puller.start(queue, work), conflicts }
+        });
+        Ok(Processing { pulls: pulls.collect() })
+    }
+}
+
+struct Pull {
+    stage: String,
+    pulling: Pulling,
+    conflicts: Arc<AtomicU64>,
+}
+
+/// A processor at work. Dropped, it ends at once, and what it held comes back when its leases lapse.
+pub struct Processing {
+    pulls: Vec<Pull>,
+}
+
+/// What one stage is at, in this process.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StageStatus {
+    /// Which.
+    pub stage: String,
+    /// What it is at.
+    pub pull: PullStatus,
+    /// Updates that were not saved because somebody else had saved meanwhile.
+    pub conflicts: u64,
+}
+
+impl Processing {
+    /// What each stage is at, the system stage first.
+    pub fn status(&self) -> Vec<StageStatus> {
+        let status = |pull: &Pull| StageStatus {
+            stage: pull.stage.clone(),
+            pull: pull.pulling.status(),
+            conflicts: pull.conflicts.load(Ordering::Relaxed),
+        };
+        self.pulls.iter().map(status).collect()
+    }
+
+    /// Takes nothing more, lets what runs end within `grace`, and settles it. How many had to be ended.
+    pub async fn stop(self, grace: Duration) -> usize {
+        let stops = self.pulls.into_iter().map(|pull| pull.pulling.stop(grace));
+        futures_util::future::join_all(stops).await.into_iter().sum()
+    }
+}
+
+/// A stage, whatever its type.
+trait AnyStage<E>: Send + Sync {
+    fn name(&self) -> &str;
+    fn limits(&self) -> Limits;
+    fn should_process_now(&self, entity: &E) -> bool;
+    fn process(self: Arc<Self>, entity: E) -> Processed<E>;
+}
+
+type SharedStage<E> = Arc<dyn AnyStage<E>>;
+type Processed<E> = Pin<Box<dyn Future<Output = Result<Visit<E>, BoxError>> + Send>>;
+
+impl<E: Entity, S: Stage<E>> AnyStage<E> for S {
+    fn name(&self) -> &str {
+        Stage::name(self)
+    }
+
+    fn limits(&self) -> Limits {
+        Stage::limits(self)
+    }
+
+    fn should_process_now(&self, entity: &E) -> bool {
+        Stage::should_process_now(self, entity)
+    }
+
+    fn process(self: Arc<Self>, entity: E) -> Processed<E> {
+        Box::pin(async move { Stage::process(&*self, entity).await })
+    }
+}
+
+/// What there is of an entity whose record was claimed.
+enum Item<E> {
+    Entity(E),
+    /// There is none any more.
+    Missing,
+    /// It could not be read.
+    Unreadable(String),
+}
+
+/// What came of it.
+enum Outcome<E> {
+    Visited(Visit<E>, Version),
+    Sorted(Vec<(Lane, Duration)>),
+    Missing,
+}
+
+/// What is done with what is taken from a lane.
+enum Work<E> {
+    System { stages: Arc<[(Lane, SharedStage<E>)]>, spread: Duration },
+    Stage(SharedStage<E>),
+}
+
+impl<E: Entity> Handler<Item<E>> for Work<E> {
+    type Outcome = Outcome<E>;
+
+    fn handle(
+        &self,
+        item: Item<E>,
+    ) -> impl Future<Output = Result<Outcome<E>, Failure>> + Send + 'static {
+        let work = match self {
+            Self::System { stages, spread } => Ok((Arc::clone(stages), *spread)),
+            Self::Stage(stage) => Err(Arc::clone(stage)),
+        };
+        async move {
+            let entity = match item {
+                Item::Entity(entity) => entity,
+                Item::Missing => return Ok(Outcome::Missing),
+                Item::Unreadable(why) => return Err(Failure::Error(why)),
+            };
+            match work {
+                Ok((stages, spread)) => {
+                    let wanted =
+                        stages.iter().filter(|(_, stage)| stage.should_process_now(&entity));
+                    let visits = wanted.map(|(lane, _)| (*lane, spread.mul_f64(fastrand::f64())));
+                    Ok(Outcome::Sorted(visits.collect()))
+                }
+                Err(stage) => {
+                    let read = entity.version();
+                    match stage.process(entity).await {
+                        Ok(visit) => Ok(Outcome::Visited(visit, read)),
+                        Err(error) => Err(Failure::Error(explain(error.as_ref()))),
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The records of one stage as work to be pulled.
+struct StageQueue<E, B> {
+    backend: B,
+    lane: Lane,
+    limits: Limits,
+    lease: Duration,
+    owned: watch::Receiver<Arc<[u16]>>,
+    /// The same, for who waits for a change.
+    changed: Mutex<watch::Receiver<Arc<[u16]>>>,
+    conflicts: Arc<AtomicU64>,
+    entity: std::marker::PhantomData<fn() -> E>,
+}
+
+impl<E: Entity, B: Backend<E>> StageQueue<E, B> {
+    /// The entities of claims, each as far as it can be read.
+    async fn load(&self, claims: &[Claim]) -> Result<Vec<Item<E>>, StageError> {
+        let mut items: HashMap<Arc<str>, Item<E>> = HashMap::with_capacity(claims.len());
+        let mut ids = Vec::with_capacity(claims.len());
+        for claim in claims {
+            match claim.id.parse::<E::Id>() {
+                Ok(id) => ids.push(id),
+                Err(error) => {
+                    let why = format!("the id {:?} cannot be read: {error}", claim.id);
+                    items.insert(Arc::clone(&claim.id), Item::Unreadable(why));
+                }
+            }
+        }
+        match self.backend.load(ids).await {
+            Ok(found) => {
+                for entity in found {
+                    items.insert(entity.id().to_string().into(), Item::Entity(entity));
+                }
+            }
+            Err(error) if error.is_transient() => return Err(error),
+            // One that cannot be read must not hold up the others.
+            Err(_) => {
+                for claim in claims {
+                    let Ok(id) = claim.id.parse::<E::Id>() else { continue };
+                    let item = match self.backend.load(vec![id]).await {
+                        Ok(mut found) => found.pop().map_or(Item::Missing, Item::Entity),
+                        Err(error) if error.is_transient() => return Err(error),
+                        Err(error) => Item::Unreadable(explain(&error)),
+                    };
+                    items.insert(Arc::clone(&claim.id), item);
+                }
+            }
+        }
+        let items = claims.iter().map(|claim| items.remove(&claim.id).unwrap_or(Item::Missing));
+        Ok(items.collect())
+    }
+
+    fn failed(&self, claim: &Claim, error: String) -> Fate {
+        let backoff = &self.limits.backoff;
+        Fate::Failed {
+            after: backoff.delay(claim.failures, fastrand::f64()),
+            not_before: backoff.first,
+            error,
+            park: claim.failures.saturating_add(1) >= self.limits.tries.get(),
+        }
+    }
+
+    fn ending(&self, claim: &Claim, end: &End<Outcome<E>>) -> Ending<E> {
+        let fate = |again: &Option<Duration>| again.map_or(Fate::Gone, Fate::Visit);
+        let (fate, saves, visits) = match end {
+            End::Done(Outcome::Visited(Visit::Untouched { again }, _)) => {
+                (fate(again), None, Vec::new())
+            }
+            End::Done(Outcome::Visited(Visit::Updated { entity, again }, read)) => {
+                (fate(again), Some((entity.clone(), *read)), Vec::new())
+            }
+            End::Done(Outcome::Sorted(visits)) => (Fate::Gone, None, visits.clone()),
+            End::Done(Outcome::Missing) => (Fate::Gone, None, Vec::new()),
+            End::Failed(failure) => (self.failed(claim, failure.to_string()), None, Vec::new()),
+            End::Released => (Fate::Released, None, Vec::new()),
+        };
+        Ending { claim: claim.clone(), fate, saves, visits }
+    }
+}
+
+impl<E: Entity, B: Backend<E>> Queue for StageQueue<E, B> {
+    type Claim = Claim;
+    type Item = Item<E>;
+    type Outcome = Outcome<E>;
+
+    async fn take(&self, room: u32) -> Result<Taken<Claim, Item<E>>, QueueError> {
+        let records = self.backend.records();
+        let shards = Arc::clone(&self.owned.borrow());
+        let claimed = records.claim(self.lane, &shards, room, self.lease).await;
+        let claimed = claimed.map_err(|error| failed("claiming records", error))?;
+        // What was written before a claim is read after it, so nothing written is overlooked.
+        let items = match self.load(&claimed.claims).await {
+            Ok(items) => items,
+            Err(error) => {
+                let released: Vec<_> =
+                    claimed.claims.into_iter().map(|claim| (claim, Fate::Released)).collect();
+                // If this fails, too, they come back when the lease is over.
+                let _ = records.settle(self.lane, &released).await;
+                return Err(failed("reading entities", error));
+            }
+        };
+        let handed = claimed.claims.into_iter().zip(items);
+        let items = handed.map(|(claim, item)| Handed { claim, item, cost: 1 }).collect();
+        Ok(Taken { items, rest: claimed.rest })
+    }
+
+    async fn keep(&self, held: &[&Claim]) -> Result<Vec<Kept>, QueueError> {
+        let kept = self.backend.records().keep(self.lane, held, self.lease).await;
+        kept.map_err(|error| failed("prolonging leases", error))
+    }
+
+    async fn settle(&self, ended: &[(Claim, End<Outcome<E>>)]) -> Result<Vec<Settled>, QueueError> {
+        let endings = ended.iter().map(|(claim, end)| self.ending(claim, end)).collect();
+        let answers = self.backend.settle(self.lane, endings).await;
+        let answers = answers.map_err(|error| failed("settling records", error))?;
+        let mut settled = Vec::with_capacity(answers.len());
+        let mut refused = Vec::new();
+        for ((claim, _), answer) in ended.iter().zip(answers) {
+            settled.push(match answer {
+                Ok(Saved::Settled(settled)) => settled,
+                Ok(Saved::Conflict) => {
+                    self.conflicts.fetch_add(1, Ordering::Relaxed);
+                    Settled::Again(Duration::ZERO)
+                }
+                Err(Refused(why)) => {
+                    let why = format!("it could not be saved: {why}");
+                    refused.push((settled.len(), (claim.clone(), self.failed(claim, why))));
+                    Settled::Stale
+                }
+            });
+        }
+        if !refused.is_empty() {
+            let (indexes, ends): (Vec<usize>, Vec<_>) = refused.into_iter().unzip();
+            let answers = self.backend.records().settle(self.lane, &ends).await;
+            let answers = answers.map_err(|error| failed("settling records", error))?;
+            indexes.into_iter().zip(answers).for_each(|(index, answer)| settled[index] = answer);
+        }
+        Ok(settled)
+    }
+
+    async fn woken(&self) {
+        let resharded = async {
+            // Once nobody can change it, nothing changes.
+            if self.changed.lock().await.changed().await.is_err() {
+                std::future::pending::<()>().await;
+            }
+        };
+        tokio::select! {
+            () = self.backend.records().woken(self.lane) => {}
+            () = resharded => {}
+        }
+    }
+}
+
+fn failed(what: &str, error: StageError) -> QueueError {
+    QueueError::new(what, Some(Box::new(error) as BoxError))
+}
