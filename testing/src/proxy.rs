@@ -20,8 +20,10 @@ pub struct Proxy {
 #[derive(Debug, Clone, Copy)]
 struct Link {
     whole: bool,
-    /// Connections of an earlier one are gone.
+    /// Connections of an earlier one are silent,
     generation: u64,
+    /// and those from before this one are gone.
+    oldest: u64,
 }
 
 impl Proxy {
@@ -29,7 +31,7 @@ impl Proxy {
     pub async fn to(target: SocketAddr) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.expect("a free port");
         let address = listener.local_addr().expect("a bound port has an address");
-        let (link, state) = watch::channel(Link { whole: true, generation: 0 });
+        let (link, state) = watch::channel(Link { whole: true, generation: 0, oldest: 0 });
         let passing = tokio::spawn(accept(listener, target, state));
         Self { address, link, _passing: AbortOnDropHandle::new(passing) }
     }
@@ -56,6 +58,14 @@ impl Proxy {
 
     /// Ends all connections that there are.
     pub fn hang_up(&self) {
+        self.link.send_modify(|link| {
+            link.generation += 1;
+            link.oldest = link.generation;
+        });
+    }
+
+    /// From now on no byte passes on the connections that there are, and nobody is told; new ones pass.
+    pub fn silence(&self) {
         self.link.send_modify(|link| link.generation += 1);
     }
 }
@@ -73,33 +83,38 @@ async fn pass(client: TcpStream, target: SocketAddr, mut link: watch::Receiver<L
     let generation = link.borrow().generation;
     let (there, back) = (link.clone(), link.clone());
     let through = async {
-        whole(&mut there.clone()).await;
+        whole(&mut there.clone(), generation).await;
         let Ok(server) = TcpStream::connect(target).await else { return };
         let (from_client, to_client) = client.into_split();
         let (from_server, to_server) = server.into_split();
         tokio::select! {
-            () = copy(from_client, to_server, there) => {}
-            () = copy(from_server, to_client, back) => {}
+            () = copy(from_client, to_server, there, generation) => {}
+            () = copy(from_server, to_client, back, generation) => {}
         }
     };
     tokio::select! {
         () = through => {}
-        _ = link.wait_for(|link| link.generation != generation) => {}
+        _ = link.wait_for(|link| link.oldest > generation) => {}
     }
 }
 
-async fn whole(link: &mut watch::Receiver<Link>) {
+async fn whole(link: &mut watch::Receiver<Link>, generation: u64) {
     // Fails only when the proxy is gone, and with it this task.
-    let _ = link.wait_for(|link| link.whole).await;
+    let _ = link.wait_for(|link| link.whole && link.generation == generation).await;
 }
 
-async fn copy(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mut link: watch::Receiver<Link>) {
+async fn copy(
+    mut from: OwnedReadHalf,
+    mut to: OwnedWriteHalf,
+    mut link: watch::Receiver<Link>,
+    generation: u64,
+) {
     let mut bytes = vec![0; 64 << 10];
     while let Ok(read @ 1..) = from.read(&mut bytes).await {
-        whole(&mut link).await;
+        whole(&mut link, generation).await;
         if to.write_all(&bytes[..read]).await.is_err() {
             return;
         }
     }
-    whole(&mut link).await; // that it ended does not pass either
+    whole(&mut link, generation).await; // that it ended does not pass either
 }

@@ -8,13 +8,14 @@
 //!
 //! A write is a closure. Each runs in a savepoint of its own, so one that fails is undone alone;
 //! all that wait share one commit, and nobody is told "done" before that commit is on the disk.
-//! What is stored is not this crate's business.
+//! What is stored is not this crate's business. A database on a PostgreSQL server is [`postgres`]' part.
 
 mod backup;
 mod failpoint;
 mod folder;
 mod log;
 mod open;
+pub mod postgres;
 mod readers;
 mod space;
 mod wal;

@@ -1,0 +1,95 @@
+//! Which server, and how it is spoken to.
+
+use std::error::Error;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio_postgres::Config;
+use tokio_postgres::config::{Host, SslMode};
+
+use super::PostgresError;
+
+/// For the way to each host, unless the URL says otherwise.
+const CONNECT: Duration = Duration::from_secs(10);
+/// A connection on which nothing comes is asked after so long,
+const IDLE: Duration = Duration::from_secs(15);
+/// and then so often,
+const ASK_AGAIN: Duration = Duration::from_secs(5);
+/// and given up when so many stay without an answer, or what was sent is not confirmed for so long.
+const ASKED: u32 = 3;
+const UNCONFIRMED: Duration = Duration::from_secs(30);
+
+/// Where connections go.
+#[derive(Clone)]
+pub(super) struct Target {
+    pub(super) config: Arc<Config>,
+    /// Hosts and ports, to be shown.
+    pub(super) at: Arc<str>,
+    /// Until a connection can be used.
+    pub(super) patience: Duration,
+}
+
+impl Target {
+    /// Of the URL no text but option names gets into an error: what is misread may be of a password.
+    pub(super) fn parse(url: &str) -> Result<Self, PostgresError> {
+        let bad = |why: &str| PostgresError::BadUrl(why.to_owned());
+        if !url.starts_with("postgres://") && !url.starts_with("postgresql://") {
+            return Err(bad("it is not like postgres://user:password@host:5432/database"));
+        }
+        if url.matches('@').count() > 1 {
+            return Err(bad("it has more than one @; inside of names and passwords write %40"));
+        }
+        let mut config: Config = url.parse().map_err(|error: tokio_postgres::Error| {
+            let why = error.source().map(ToString::to_string).unwrap_or_default();
+            // These tell the name of an option only.
+            let known = why.starts_with("invalid value for option");
+            bad(if known { &why } else { "after the ? is what is no option that Vedetta knows" })
+        })?;
+        if config.get_hosts().is_empty() && config.get_hostaddrs().is_empty() {
+            return Err(bad("it names no host"));
+        }
+        if config.get_ssl_mode() == SslMode::Require {
+            return Err(bad("sslmode=require is not supported yet; use disable or prefer"));
+        }
+        if config.get_application_name().is_none() {
+            config.application_name("vedetta");
+        }
+        let connect = config.get_connect_timeout().copied().unwrap_or(CONNECT);
+        config.connect_timeout(connect);
+        config.keepalives(true).keepalives_idle(IDLE);
+        config.keepalives_interval(ASK_AGAIN).keepalives_retries(ASKED);
+        config.tcp_user_timeout(UNCONFIRMED);
+        let hosts = config.get_hosts().len().max(config.get_hostaddrs().len());
+        let hosts = u32::try_from(hosts).unwrap_or(u32::MAX);
+        let patience = connect.saturating_mul(hosts.saturating_add(1));
+        Ok(Self { at: at(&config).into(), config: Arc::new(config), patience })
+    }
+
+    /// What became of an attempt to connect.
+    pub(super) fn failed(&self, error: tokio_postgres::Error) -> PostgresError {
+        match error.into() {
+            PostgresError::Lost(source) => self.unreachable(source),
+            other => other,
+        }
+    }
+
+    pub(super) fn unreachable(&self, source: Box<dyn Error + Send + Sync>) -> PostgresError {
+        PostgresError::Unreachable { at: self.at.to_string(), source }
+    }
+}
+
+fn at(config: &Config) -> String {
+    let hosts = config.get_hosts().iter().map(|host| match host {
+        Host::Tcp(name) if name.contains(':') => format!("[{name}]"),
+        Host::Tcp(name) => name.clone(),
+        Host::Unix(folder) => folder.display().to_string(),
+    });
+    let addresses = config.get_hostaddrs().iter().map(ToString::to_string);
+    let hosts: Vec<_> =
+        if config.get_hosts().is_empty() { addresses.collect() } else { hosts.collect() };
+    // One port may stand for all hosts.
+    let ports = config.get_ports();
+    let port = |at: usize| ports.get(at).or(ports.first()).copied().unwrap_or(5432);
+    let all = hosts.iter().enumerate().map(|(at, host)| format!("{host}:{}", port(at)));
+    all.collect::<Vec<_>>().join(", ")
+}
