@@ -22,7 +22,7 @@ use deadpool_postgres::{
 };
 use tokio_postgres::NoTls;
 
-pub use deadpool_postgres::{Client, Transaction};
+pub use deadpool_postgres::{Client, GenericClient, Transaction};
 pub use error::PostgresError;
 pub use listen::{Heard, Listener};
 /// What a [`Client`] takes and returns.

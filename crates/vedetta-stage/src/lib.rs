@@ -18,11 +18,14 @@
 //!
 //! How often work runs beside itself, and for how long, is [`vedetta_runtime::Puller`]'s business.
 
+mod entities;
 mod entity;
+pub mod postgres;
 mod processor;
 mod record;
 pub mod sqlite;
 
+pub use entities::Entities;
 pub use entity::{BoxError, Entity, Limits, Stage, Version, Visit};
 pub use processor::{Backend, Ending, Processing, Processor, Saved, StageStatus};
 pub use record::{

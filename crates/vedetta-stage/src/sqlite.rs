@@ -4,7 +4,6 @@
 //! was held. Time is the wall clock of the start plus what went by since: a clock that is set does not
 //! end a lease.
 
-use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -14,11 +13,11 @@ use vedetta_core::queue::{Kept, Settled};
 use vedetta_db::rusqlite::{self, Connection, OptionalExtension as _, Row, params};
 use vedetta_db::{CommitError, Db, Mirror, Purpose, ReadError, Rows, Schema, Stop, WriteError};
 
+use crate::entities::Entities;
 use crate::entity::{Entity, Version};
 use crate::processor::{Backend, Ending, Saved};
 use crate::record::{
-    Claim, Claimed, Fate, Lane, LaneCounts, Page, Record, Refused, SYSTEM, StageError, Which,
-    shard, shortened,
+    Claim, Claimed, Fate, Lane, LaneCounts, Page, Record, Refused, StageError, Which, shortened,
 };
 
 /// The tables of the queues, for [`Db::open`].
@@ -559,35 +558,7 @@ pub trait Table<E: Entity>: Send + Sync + 'static {
     fn save(&self, tx: &Connection, entity: &E, read: Version) -> rusqlite::Result<bool>;
 }
 
-/// The entities of one table and their queues.
-pub struct Entities<E, T> {
-    records: Records,
-    name: Arc<str>,
-    shards: u16,
-    system: Lane,
-    table: Arc<T>,
-    entity: PhantomData<fn() -> E>,
-}
-
-impl<E, T> Clone for Entities<E, T> {
-    fn clone(&self) -> Self {
-        Self {
-            records: self.records.clone(),
-            name: Arc::clone(&self.name),
-            table: Arc::clone(&self.table),
-            ..*self
-        }
-    }
-}
-
-impl<E: Entity, T: Table<E>> Entities<E, T> {
-    /// The entities called `name`, which are in `table`.
-    pub async fn new(records: Records, name: &str, table: T) -> Result<Self, StageError> {
-        let system = crate::record::Records::lane(&records, name, SYSTEM).await?;
-        let (name, table) = (name.into(), Arc::new(table));
-        Ok(Self { records, name, shards: 1, system, table, entity: PhantomData })
-    }
-
+impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
     /// Says that an entity is about to be created or changed: gives it its next version, and enqueues it
     /// into the system stage. Save it in the same closure.
     pub fn entity_updated(&self, tx: &Connection, entity: &mut E) -> rusqlite::Result<()> {
@@ -606,7 +577,7 @@ impl<E: Entity, T: Table<E>> Entities<E, T> {
 
     fn visit_system(&self, tx: &Connection, entity: &E) -> rusqlite::Result<()> {
         let id = entity.id().to_string();
-        let shard = shard(&id, self.shards);
+        let shard = self.shard(&id);
         self.records.desk().enqueue(tx, self.system, &id, shard, Duration::ZERO)
     }
 
@@ -642,7 +613,7 @@ fn unsaved(id: &str) -> StageError {
     StageError::Failed(format!("the table did not save {id:?} though its version was right").into())
 }
 
-impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, T> {
+impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, Records, T> {
     type Records = Records;
 
     fn records(&self) -> &Records {
@@ -717,9 +688,9 @@ impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, T> {
     }
 }
 
-impl<E: Entity, T: Table<E>> Entities<E, T> {
+impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
     fn enqueue(&self, tx: &Connection, desk: &Desk, ending: &Ending<E>) -> rusqlite::Result<()> {
-        let shard = shard(&ending.claim.id, self.shards);
+        let shard = self.shard(&ending.claim.id);
         ending
             .visits
             .iter()

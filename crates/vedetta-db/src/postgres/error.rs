@@ -77,7 +77,7 @@ impl From<tokio_postgres::Error> for PostgresError {
             let (code, message) = (said.code().code().to_owned(), said.message().to_owned());
             return Self::Refused { code, message };
         }
-        let io = error.source().is_some_and(|source| source.is::<io::Error>());
+        let io = error.source().is_some_and(<dyn Error>::is::<io::Error>);
         if io || error.is_closed() { Self::Lost(error.into()) } else { Self::Misfit(error) }
     }
 }

@@ -1,0 +1,50 @@
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use crate::record::{Lane, Records, SYSTEM, StageError, shard};
+
+/// The entities of one table, and their queues.
+///
+/// What can be done with them depends on the database: on [SQLite](crate::sqlite) within a closure, on
+/// [PostgreSQL](crate::postgres) within a transaction.
+pub struct Entities<E, R, T> {
+    pub(crate) records: R,
+    pub(crate) name: Arc<str>,
+    pub(crate) shards: u16,
+    pub(crate) system: Lane,
+    pub(crate) table: Arc<T>,
+    entity: PhantomData<fn() -> E>,
+}
+
+impl<E, R: Clone, T> Clone for Entities<E, R, T> {
+    fn clone(&self) -> Self {
+        Self {
+            records: self.records.clone(),
+            name: Arc::clone(&self.name),
+            table: Arc::clone(&self.table),
+            ..*self
+        }
+    }
+}
+
+impl<E, R: Records, T> Entities<E, R, T> {
+    /// The entities called `name`, which are in `table`.
+    pub async fn new(records: R, name: &str, table: T) -> Result<Self, StageError> {
+        let system = records.lane(name, SYSTEM).await?;
+        let (name, table) = (name.into(), Arc::new(table));
+        Ok(Self { records, name, shards: 1, system, table, entity: PhantomData })
+    }
+
+    /// Divides them into so many shards, for processes to [share](crate::Processor::shards). The same in
+    /// every process; after a change, records made before are in the shards they were in.
+    #[must_use]
+    pub fn sharded(mut self, shards: u16) -> Self {
+        self.shards = shards.max(1);
+        self
+    }
+
+    /// The shard of an id.
+    pub(crate) fn shard(&self, id: &str) -> u16 {
+        shard(id, self.shards)
+    }
+}

@@ -1,0 +1,838 @@
+//! Stages on PostgreSQL: several processes share the queues of one database.
+//!
+//! Time is the database's alone: no two processes compare their clocks. Who enqueues says so with
+//! `NOTIFY`, so that others look at once.
+//!
+//! What a transaction locks, it locks in this order, so that two of them never wait for each other: records of
+//! stages, entities, records of the system stage; and of each the smaller ids first.
+//!
+//! A claim does not wait for the disk: a claim lost with the server is as if it had not been made.
+
+use std::collections::{BTreeMap, HashMap};
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+use tokio_util::task::AbortOnDropHandle;
+use vedetta_core::explain;
+use vedetta_core::queue::{Kept, Settled};
+use vedetta_db::Schema;
+use vedetta_db::postgres::tokio_postgres::types::{FromSql, ToSql};
+use vedetta_db::postgres::tokio_postgres::{Error, Row};
+use vedetta_db::postgres::{GenericClient, Heard, Postgres, PostgresError, Transaction};
+
+use crate::entities::Entities;
+use crate::entity::{Entity, Version};
+use crate::processor::{Backend, Ending, Saved};
+use crate::record::Records as _;
+use crate::record::{
+    Claim, Claimed, Fate, Lane, LaneCounts, Page, Record, Refused, StageError, Which, shortened,
+};
+
+/// The tables of the queues, for [`Postgres::open`].
+pub const SCHEMA: Schema = Schema {
+    component: "stage",
+    steps: &["
+        CREATE TABLE vedetta_stage_lane (
+            lane   integer GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+            entity text NOT NULL,
+            stage  text NOT NULL,
+            UNIQUE (entity, stage)
+        );
+        -- A record may be claimed from due_at on: its visit time, or the end of the lease of who holds it;
+        -- never, if it was set aside.
+        CREATE TABLE vedetta_stage_record (
+            lane       integer NOT NULL,
+            id         text COLLATE \"C\" NOT NULL,
+            shard      integer NOT NULL,
+            due_at     timestamptz,
+            visit_at   timestamptz NOT NULL,
+            version    bigint NOT NULL DEFAULT 1,
+            seen       bigint NOT NULL DEFAULT 0,
+            token      bigint NOT NULL DEFAULT 0,
+            held_until timestamptz,
+            failures   integer NOT NULL DEFAULT 0,
+            not_before timestamptz NOT NULL DEFAULT '-infinity',
+            error      text,
+            made_at    timestamptz NOT NULL DEFAULT now(),
+            PRIMARY KEY (lane, id)
+        ) WITH (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_threshold = 5000);
+        CREATE INDEX vedetta_stage_due ON vedetta_stage_record (lane, shard, due_at)
+            WHERE due_at IS NOT NULL;
+    "],
+};
+
+/// On it goes which lane has something new, and who said so.
+const CHANNEL: &str = "vedetta_stage";
+
+/// Inserts or moves records; ids, shards and delays are arrays.
+macro_rules! enqueue {
+    ($from:literal) => {
+        concat!(
+            "INSERT INTO vedetta_stage_record AS r (lane, id, shard, due_at, visit_at)
+             SELECT lane, id, shard, at, at FROM ",
+            $from,
+            " ORDER BY lane, id COLLATE \"C\"
+             ON CONFLICT (lane, id) DO UPDATE SET
+                version = r.version + 1,
+                shard = excluded.shard,
+                visit_at = greatest(r.not_before, CASE WHEN r.due_at IS NULL THEN excluded.visit_at
+                                    ELSE least(r.visit_at, excluded.visit_at) END),
+                failures = CASE WHEN r.due_at IS NULL THEN 0 ELSE r.failures END,
+                due_at = CASE WHEN r.held_until IS NOT NULL THEN r.due_at
+                              WHEN r.due_at IS NULL THEN greatest(r.not_before, excluded.visit_at)
+                              ELSE greatest(r.not_before, least(r.visit_at, excluded.visit_at)) END"
+        )
+    };
+}
+
+/// Of one lane, and tells others.
+const ENQUEUE_AND_TELL: &str = concat!(
+    "WITH enqueued AS (",
+    enqueue!(
+        "(SELECT $1::integer AS lane, id, shard, now() + delay * interval '1 microsecond' AS at
+          FROM unnest($2::text[], $3::integer[], $4::bigint[]) AS u (id, shard, delay)) AS u"
+    ),
+    ") SELECT pg_notify('vedetta_stage', $5)"
+);
+
+/// From the system stage to others: only for records that are still held with this token.
+const SORT: &str = enqueue!(
+    "(SELECT lane, id, shard, now() + delay * interval '1 microsecond' AS at
+      FROM unnest($2::integer[], $3::text[], $4::integer[], $5::bigint[], $6::bigint[])
+           AS u (lane, id, shard, delay, token)
+      WHERE EXISTS (SELECT FROM vedetta_stage_record h
+                    WHERE h.lane = $1 AND h.id = u.id AND h.token = u.token
+                          AND h.held_until > clock_timestamp())) AS u"
+);
+
+// The token of a claim is a random number that nobody else has, mixed with the id, so that an id and a token
+// that do not belong together are never found together.
+// The commit need not reach the disk, which is said in the same statement.
+const CLAIM: &str = "
+    UPDATE vedetta_stage_record SET
+        held_until = now() + $4::bigint * interval '1 microsecond',
+        due_at = now() + $4::bigint * interval '1 microsecond',
+        seen = version,
+        token = $5::bigint # hashtextextended(id, 0)
+    WHERE ctid = ANY (ARRAY (
+        SELECT due.row FROM unnest($2::integer[]) AS s (shard) CROSS JOIN LATERAL (
+            SELECT ctid AS row FROM vedetta_stage_record
+            WHERE lane = $1 AND shard = s.shard AND due_at <= now()
+            ORDER BY due_at LIMIT $3 FOR UPDATE SKIP LOCKED
+        ) AS due))
+      AND (SELECT set_config('synchronous_commit', 'off', true)) IS NOT NULL
+    RETURNING id, token, failures";
+
+const NEXT_DUE: &str = "
+    SELECT extract(epoch FROM min(due_at) - clock_timestamp())::float8
+    FROM unnest($2::integer[]) AS s (shard) CROSS JOIN LATERAL (
+        SELECT due_at FROM vedetta_stage_record
+        WHERE lane = $1 AND shard = s.shard AND due_at IS NOT NULL ORDER BY due_at LIMIT 1
+    ) AS next";
+
+const KEEP: &str = "
+    UPDATE vedetta_stage_record SET
+        held_until = now() + $4::bigint * interval '1 microsecond',
+        due_at = now() + $4::bigint * interval '1 microsecond'
+    WHERE lane = $1 AND id = ANY ($2) AND token = ANY ($3) AND held_until > clock_timestamp()
+    RETURNING token";
+
+const HOLD: &str = "
+    SELECT token FROM vedetta_stage_record
+    WHERE lane = $1 AND id = ANY ($2) AND token = ANY ($3) AND held_until > clock_timestamp()
+    ORDER BY id FOR UPDATE";
+
+const REMOVE: &str = "
+    DELETE FROM vedetta_stage_record
+    WHERE lane = $1 AND id = ANY ($2) AND token = ANY ($3) AND held_until > clock_timestamp()
+          AND version = seen
+    RETURNING token";
+
+/// Something was written to it: it stays.
+const REMAIN: &str = "
+    UPDATE vedetta_stage_record SET
+        held_until = NULL, due_at = visit_at, failures = 0, error = NULL, not_before = '-infinity'
+    WHERE lane = $1 AND id = ANY ($2) AND token = ANY ($3) AND held_until > clock_timestamp()
+    RETURNING token, extract(epoch FROM due_at - clock_timestamp())::float8";
+
+const MOVE: &str = "
+    UPDATE vedetta_stage_record AS r SET
+        visit_at = CASE WHEN u.kind = 'released' THEN r.visit_at
+                        WHEN r.version = r.seen THEN now() + u.after * interval '1 microsecond'
+                        WHEN u.kind = 'failed' THEN now() + u.not_before * interval '1 microsecond'
+                        ELSE r.visit_at END,
+        due_at = CASE WHEN u.kind = 'released' THEN r.visit_at
+                      WHEN r.version = r.seen AND u.park THEN NULL
+                      WHEN r.version = r.seen THEN now() + u.after * interval '1 microsecond'
+                      WHEN u.kind = 'failed' THEN now() + u.not_before * interval '1 microsecond'
+                      ELSE r.visit_at END,
+        held_until = NULL,
+        failures = CASE u.kind WHEN 'visit' THEN 0 WHEN 'failed' THEN r.failures + 1
+                               ELSE r.failures END,
+        error = CASE u.kind WHEN 'visit' THEN NULL WHEN 'failed' THEN u.error ELSE r.error END,
+        not_before = CASE u.kind WHEN 'visit' THEN '-infinity'
+                          WHEN 'failed' THEN now() + u.not_before * interval '1 microsecond'
+                          ELSE r.not_before END
+    FROM unnest($2::text[], $3::bigint[], $4::text[], $5::bigint[], $6::bigint[], $7::text[],
+                $8::boolean[]) AS u (id, token, kind, after, not_before, error, park)
+    WHERE r.lane = $1 AND r.id = u.id AND r.token = u.token AND r.held_until > clock_timestamp()
+    RETURNING r.token, extract(epoch FROM r.due_at - clock_timestamp())::float8";
+
+/// The queues in one database.
+#[derive(Clone)]
+pub struct Records {
+    db: Postgres,
+    bells: Arc<Bells>,
+    /// Rings them for what others do, as long as somebody is left to hear it.
+    _listener: Arc<AbortOnDropHandle<()>>,
+}
+
+/// Wakes who works a lane.
+struct Bells {
+    /// Tells what we said ourselves from what others say.
+    ours: u64,
+    lanes: Mutex<HashMap<Lane, Arc<Notify>>>,
+}
+
+impl Bells {
+    fn of(&self, lane: Lane) -> Arc<Notify> {
+        Arc::clone(self.lanes.lock().entry(lane).or_default())
+    }
+
+    fn ring(&self, lane: Lane) {
+        self.of(lane).notify_one();
+    }
+
+    /// What others are told.
+    fn news(&self, lane: Lane) -> String {
+        format!("{} {}", lane.0, self.ours)
+    }
+
+    fn heard(&self, news: &Heard) {
+        match news {
+            Heard::Again => self.lanes.lock().values().for_each(|bell| bell.notify_one()),
+            Heard::Notified(news) => {
+                let (lane, who) = news.split_once(' ').unwrap_or((news, ""));
+                if who.parse() != Ok(self.ours)
+                    && let Ok(lane) = lane.parse()
+                {
+                    self.ring(Lane(lane));
+                }
+            }
+        }
+    }
+}
+
+impl From<PostgresError> for StageError {
+    fn from(error: PostgresError) -> Self {
+        if error.is_transient() {
+            Self::Unavailable(Box::new(error))
+        } else {
+            Self::Failed(Box::new(error))
+        }
+    }
+}
+
+impl From<Error> for StageError {
+    fn from(error: Error) -> Self {
+        PostgresError::from(error).into()
+    }
+}
+
+fn micros(delay: Duration) -> i64 {
+    // What is asked for later than in a thousand years is asked for then.
+    const MOST: i64 = 1_000 * 366 * 24 * 3600 * 1_000_000;
+    i64::try_from(delay.as_micros()).unwrap_or(MOST).min(MOST)
+}
+
+fn delay(seconds: f64) -> Duration {
+    Duration::try_from_secs_f64(seconds).unwrap_or_default()
+}
+
+/// Ids and tokens of claims, as arrays.
+fn columns<'c>(claims: impl IntoIterator<Item = &'c Claim>) -> (Vec<&'c str>, Vec<i64>) {
+    claims.into_iter().map(|claim| (&*claim.id, claim.token)).unzip()
+}
+
+async fn query<T: for<'r> FromSql<'r>>(
+    db: &impl GenericClient,
+    sql: &str,
+    params: &[&(dyn ToSql + Sync)],
+) -> Result<Vec<T>, Error> {
+    let statement = db.prepare_cached(sql).await?;
+    let rows = db.query(&statement, params).await?;
+    rows.iter().map(|row| row.try_get(0)).collect()
+}
+
+/// Tokens, and after how long their records are due.
+async fn query_due(
+    db: &impl GenericClient,
+    sql: &str,
+    params: &[&(dyn ToSql + Sync)],
+) -> Result<Vec<(i64, Option<f64>)>, Error> {
+    let statement = db.prepare_cached(sql).await?;
+    let rows = db.query(&statement, params).await?;
+    rows.iter().map(|row| Ok((row.try_get(0)?, row.try_get(1)?))).collect()
+}
+
+impl Records {
+    /// The queues of a database that was opened with [`SCHEMA`].
+    pub fn new(db: Postgres) -> Self {
+        let bells = Arc::new(Bells { ours: fastrand::u64(..), lanes: Mutex::default() });
+        let (mut listener, rung) = (db.listen(CHANNEL), Arc::clone(&bells));
+        let listener = tokio::spawn(async move {
+            loop {
+                rung.heard(&listener.next().await);
+            }
+        });
+        Self { db, bells, _listener: Arc::new(AbortOnDropHandle::new(listener)) }
+    }
+
+    /// The database.
+    pub fn db(&self) -> &Postgres {
+        &self.db
+    }
+}
+
+/// Settles records that nothing else is stored for.
+async fn settle(
+    db: &impl GenericClient,
+    lane: Lane,
+    ends: &[(&Claim, &Fate)],
+) -> Result<Vec<Settled>, Error> {
+    let mut answers: HashMap<i64, Settled> = HashMap::with_capacity(ends.len());
+    let again = |due: Option<f64>| due.map_or(Settled::Parked, |due| Settled::Again(delay(due)));
+
+    let gone = ends.iter().filter(|(_, fate)| **fate == Fate::Gone).map(|(claim, _)| *claim);
+    let (ids, tokens) = columns(gone.clone());
+    if !ids.is_empty() {
+        let removed: Vec<i64> = query(db, REMOVE, &[&lane.0, &ids, &tokens]).await?;
+        answers.extend(removed.into_iter().map(|token| (token, Settled::Gone)));
+        if answers.len() < ids.len() {
+            let (ids, tokens) = columns(gone.filter(|claim| !answers.contains_key(&claim.token)));
+            let remain = query_due(db, REMAIN, &[&lane.0, &ids, &tokens]).await?;
+            answers.extend(remain.into_iter().map(|(token, due)| (token, again(due))));
+        }
+    }
+
+    let mut moves = Moves::default();
+    ends.iter().for_each(|(claim, fate)| moves.push(claim, fate));
+    if !moves.ids.is_empty() {
+        let params: [&(dyn ToSql + Sync); 8] = [
+            &lane.0,
+            &moves.ids,
+            &moves.tokens,
+            &moves.kinds,
+            &moves.afters,
+            &moves.not_befores,
+            &moves.errors,
+            &moves.parks,
+        ];
+        let changed = query_due(db, MOVE, &params).await?;
+        answers.extend(changed.into_iter().map(|(token, due)| (token, again(due))));
+    }
+    let answer =
+        |(claim, _): &(&Claim, &Fate)| answers.get(&claim.token).copied().unwrap_or(Settled::Stale);
+    Ok(ends.iter().map(answer).collect())
+}
+
+/// The columns of [`MOVE`].
+#[derive(Default)]
+struct Moves<'c> {
+    ids: Vec<&'c str>,
+    tokens: Vec<i64>,
+    kinds: Vec<&'static str>,
+    afters: Vec<i64>,
+    not_befores: Vec<i64>,
+    errors: Vec<Option<&'c str>>,
+    parks: Vec<bool>,
+}
+
+impl<'c> Moves<'c> {
+    fn push(&mut self, claim: &'c Claim, fate: &'c Fate) {
+        let zero = Duration::ZERO;
+        let (kind, after, not_before, error, park) = match fate {
+            Fate::Gone => return,
+            Fate::Visit(after) => ("visit", *after, zero, None, false),
+            Fate::Failed { after, not_before, error, park } => {
+                ("failed", *after, *not_before, Some(shortened(error)), *park)
+            }
+            Fate::Released => ("released", zero, zero, None, false),
+        };
+        self.ids.push(&claim.id);
+        self.tokens.push(claim.token);
+        self.kinds.push(kind);
+        self.afters.push(micros(after));
+        self.not_befores.push(micros(not_before));
+        self.errors.push(error);
+        self.parks.push(park);
+    }
+}
+
+impl crate::record::Records for Records {
+    async fn lane(&self, entity: &str, stage: &str) -> Result<Lane, StageError> {
+        let client = self.db.client().await?;
+        let find = "SELECT lane FROM vedetta_stage_lane WHERE entity = $1 AND stage = $2";
+        let make = "INSERT INTO vedetta_stage_lane (entity, stage) VALUES ($1, $2)
+                    ON CONFLICT DO NOTHING";
+        loop {
+            if let Some(row) = client.query_opt(find, &[&entity, &stage]).await? {
+                return Ok(Lane(row.get(0)));
+            }
+            client.execute(make, &[&entity, &stage]).await?;
+        }
+    }
+
+    async fn enqueue(
+        &self,
+        lane: Lane,
+        visits: &[(&str, u16, Duration)],
+    ) -> Result<(), StageError> {
+        let client = self.db.client().await?;
+        enqueue(&client, lane, visits, &self.bells.news(lane)).await?;
+        self.bells.ring(lane);
+        Ok(())
+    }
+
+    async fn claim(
+        &self,
+        lane: Lane,
+        shards: &[u16],
+        room: u32,
+        lease: Duration,
+    ) -> Result<Claimed, StageError> {
+        if shards.is_empty() || room == 0 {
+            return Ok(Claimed { claims: Vec::new(), rest: Some(Duration::MAX) });
+        }
+        let client = self.db.client().await?;
+        let all: Vec<i32> = shards.iter().map(|shard| i32::from(*shard)).collect();
+        // With fewer places than shards, chance decides which have their turn.
+        let mut some = all.clone();
+        fastrand::shuffle(&mut some);
+        some.truncate(room as usize);
+        let each = i64::from(room) / i64::try_from(some.len()).unwrap_or(1);
+        let (claim, next) =
+            tokio::try_join!(client.prepare_cached(CLAIM), client.prepare_cached(NEXT_DUE))?;
+        let (lease, token) = (micros(lease), fastrand::i64(..));
+        let claim_params: [&(dyn ToSql + Sync); 5] = [&lane.0, &some, &each, &lease, &token];
+        let next_params: [&(dyn ToSql + Sync); 2] = [&lane.0, &all];
+        // Sent together, done one after the other.
+        let (rows, next) = tokio::try_join!(
+            client.query(&claim, &claim_params),
+            client.query_one(&next, &next_params),
+        )?;
+        let mut claims = Vec::with_capacity(rows.len());
+        for row in rows {
+            claims.push(Claim {
+                id: row.try_get::<_, &str>(0)?.into(),
+                token: row.try_get(1)?,
+                failures: u32::try_from(row.try_get::<_, i32>(2)?).unwrap_or(0),
+            });
+        }
+        let rest = next.try_get::<_, Option<f64>>(0)?.map_or(Duration::MAX, delay);
+        let rest = (claims.len() < room as usize).then_some(rest);
+        Ok(Claimed { claims, rest })
+    }
+
+    async fn keep(
+        &self,
+        lane: Lane,
+        held: &[&Claim],
+        lease: Duration,
+    ) -> Result<Vec<Kept>, StageError> {
+        let client = self.db.client().await?;
+        let (ids, tokens) = columns(held.iter().copied());
+        let params: [&(dyn ToSql + Sync); 4] = [&lane.0, &ids, &tokens, &micros(lease)];
+        let kept: Vec<i64> = query(&client, KEEP, &params).await?;
+        let kept: std::collections::HashSet<i64> = kept.into_iter().collect();
+        let answer = |token| if kept.contains(token) { Kept::Ours } else { Kept::Lost };
+        Ok(tokens.iter().map(answer).collect())
+    }
+
+    async fn settle(&self, lane: Lane, ends: &[(Claim, Fate)]) -> Result<Vec<Settled>, StageError> {
+        let client = self.db.client().await?;
+        let ends: Vec<_> = ends.iter().map(|(claim, fate)| (claim, fate)).collect();
+        let settled = settle(&client, lane, &ends).await?;
+        if gives_back(&ends) {
+            self.tell(&client, lane).await?;
+            self.bells.ring(lane);
+        }
+        Ok(settled)
+    }
+
+    async fn counts(&self) -> Result<Vec<LaneCounts>, StageError> {
+        let client = self.db.client().await?;
+        let sql = "
+            SELECT entity, stage, count(r.lane),
+                   count(*) FILTER (WHERE due_at <= now() AND held_until IS NULL),
+                   count(held_until),
+                   count(*) FILTER (WHERE failures > 0 AND due_at IS NOT NULL),
+                   count(r.lane) - count(due_at),
+                   extract(epoch FROM now() - min(due_at)
+                       FILTER (WHERE due_at <= now() AND held_until IS NULL))::float8
+            FROM vedetta_stage_lane l LEFT JOIN vedetta_stage_record r USING (lane)
+            GROUP BY l.lane, entity, stage ORDER BY entity COLLATE \"C\", stage COLLATE \"C\"";
+        let count = |row: &Row, column| row.get::<_, i64>(column).unsigned_abs();
+        let rows = client.query(sql, &[]).await?;
+        let lanes = rows.iter().map(|row| LaneCounts {
+            entity: row.get(0),
+            stage: row.get(1),
+            records: count(row, 2),
+            due: count(row, 3),
+            held: count(row, 4),
+            failing: count(row, 5),
+            parked: count(row, 6),
+            oldest_due: row.get::<_, Option<f64>>(7).map(delay),
+        });
+        Ok(lanes.collect())
+    }
+
+    async fn list(&self, entity: &str, which: &Which, limit: u32) -> Result<Page, StageError> {
+        let client = self.db.client().await?;
+        let (stage, id) = which.after.clone().unwrap_or_default();
+        let sql = "
+            SELECT stage, id, extract(epoch FROM due_at - now())::float8,
+                   coalesce(held_until > now(), false), failures, error, due_at IS NULL,
+                   extract(epoch FROM now() - made_at)::float8
+            FROM vedetta_stage_lane JOIN vedetta_stage_record USING (lane)
+            WHERE entity = $1 AND ($2::text IS NULL OR stage = $2) AND ($3::text IS NULL OR id = $3)
+                  AND (NOT $4 OR due_at IS NULL)
+                  AND (stage COLLATE \"C\", id) > ($5::text COLLATE \"C\", $6::text COLLATE \"C\")
+            ORDER BY stage COLLATE \"C\", id LIMIT $7";
+        let one_more = i64::from(limit) + 1;
+        let params: [&(dyn ToSql + Sync); 7] =
+            [&entity, &which.stage, &which.id, &which.parked, &stage, &id, &one_more];
+        let rows = client.query(sql, &params).await?;
+        let record = |row: &Row| {
+            let (due, is_held): (Option<f64>, bool) = (row.get(2), row.get(3));
+            Record {
+                entity: entity.to_owned(),
+                stage: row.get(0),
+                id: row.get(1),
+                due_in: due.filter(|due| *due > 0.0 && !is_held).map(delay),
+                is_held,
+                failures: u32::try_from(row.get::<_, i32>(4)).unwrap_or(0),
+                error: row.get(5),
+                is_parked: row.get(6),
+                age: delay(row.get(7)),
+            }
+        };
+        let records = rows.iter().take(limit as usize).map(record).collect();
+        Ok(Page { records, more: rows.len() > limit as usize })
+    }
+
+    async fn retry(&self, entity: &str, stage: &str, id: &str) -> Result<bool, StageError> {
+        let client = self.db.client().await?;
+        let sql = "
+            UPDATE vedetta_stage_record SET
+                version = version + 1, failures = 0, not_before = '-infinity', visit_at = now(),
+                due_at = CASE WHEN held_until IS NULL THEN now() ELSE due_at END
+            WHERE lane = (SELECT lane FROM vedetta_stage_lane WHERE entity = $1 AND stage = $2)
+                  AND id = $3
+            RETURNING lane";
+        let Some(row) = client.query_opt(sql, &[&entity, &stage, &id]).await? else {
+            return Ok(false);
+        };
+        let lane = Lane(row.get(0));
+        self.tell(&client, lane).await?;
+        self.bells.ring(lane);
+        Ok(true)
+    }
+
+    async fn woken(&self, lane: Lane) {
+        self.bells.of(lane).notified().await;
+    }
+}
+
+impl Records {
+    /// Tells others, once what `db` is in is committed, that there is something to take.
+    async fn tell(&self, db: &impl GenericClient, lane: Lane) -> Result<(), Error> {
+        let statement = db.prepare_cached("SELECT pg_notify($1, $2)").await?;
+        db.execute(&statement, &[&CHANNEL, &self.bells.news(lane)]).await?;
+        Ok(())
+    }
+}
+
+/// What was given back may be taken by others at once.
+fn gives_back(ends: &[(&Claim, &Fate)]) -> bool {
+    ends.iter().any(|(_, fate)| **fate == Fate::Released)
+}
+
+async fn enqueue(
+    db: &impl GenericClient,
+    lane: Lane,
+    visits: &[(&str, u16, Duration)],
+    news: &str,
+) -> Result<(), Error> {
+    let mut earliest: BTreeMap<&str, (i32, i64)> = BTreeMap::new();
+    for (id, shard, delay) in visits {
+        let delay = micros(*delay);
+        let visit = earliest.entry(id).or_insert((i32::from(*shard), delay));
+        visit.1 = visit.1.min(delay);
+    }
+    let ids: Vec<&str> = earliest.keys().copied().collect();
+    let (shards, delays): (Vec<i32>, Vec<i64>) = earliest.into_values().unzip();
+    let statement = db.prepare_cached(ENQUEUE_AND_TELL).await?;
+    db.execute(&statement, &[&lane.0, &ids, &shards, &delays, &news]).await?;
+    Ok(())
+}
+
+/// The user's own table of entities.
+pub trait Table<E: Entity>: Send + Sync + 'static {
+    /// Reads those of these ids that exist, in any order.
+    fn load(
+        &self,
+        db: &impl GenericClient,
+        ids: &[E::Id],
+    ) -> impl Future<Output = Result<Vec<E>, Error>> + Send;
+
+    /// Stores an entity if the row under its id still has the version `read`, and says whether it had.
+    fn save(
+        &self,
+        tx: &Transaction<'_>,
+        entity: &E,
+        read: Version,
+    ) -> impl Future<Output = Result<bool, Error>> + Send;
+
+    /// [`Self::save`] for many, in the order of their ids. A stage that changes many entities is saved in
+    /// batches: one statement for all of a batch saves as many round trips.
+    fn save_all(
+        &self,
+        tx: &Transaction<'_>,
+        changed: &[(E, Version)],
+    ) -> impl Future<Output = Result<Vec<bool>, Error>> + Send {
+        async move {
+            let mut saved = Vec::with_capacity(changed.len());
+            for (entity, read) in changed {
+                saved.push(self.save(tx, entity, *read).await?);
+            }
+            Ok(saved)
+        }
+    }
+}
+
+impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
+    /// Says that an entity is about to be created or changed: gives it its next version, and enqueues it
+    /// into the system stage. Save it in the same transaction.
+    pub async fn entity_updated(&self, tx: &Transaction<'_>, entity: &mut E) -> Result<(), Error> {
+        self.entities_updated(tx, [entity]).await
+    }
+
+    /// [`Self::entity_updated`] for many, with one statement.
+    pub async fn entities_updated<'e>(
+        &self,
+        tx: &Transaction<'_>,
+        entities: impl IntoIterator<Item = &'e mut E> + Send,
+    ) -> Result<(), Error> {
+        let ids: Vec<String> = entities
+            .into_iter()
+            .map(|entity| {
+                entity.set_version(entity.version().next());
+                entity.id().to_string()
+            })
+            .collect();
+        // Ourselves included: when this transaction is committed, and not now.
+        self.visit_system(tx, &ids, &self.system.0.to_string()).await
+    }
+
+    async fn visit_system(
+        &self,
+        tx: &Transaction<'_>,
+        ids: &[String],
+        news: &str,
+    ) -> Result<(), Error> {
+        let visits: Vec<_> =
+            ids.iter().map(|id| (id.as_str(), self.shard(id), Duration::ZERO)).collect();
+        enqueue(tx, self.system, &visits, news).await
+    }
+
+    /// Reads the entity, has `change` change it, and saves it; again from the start if somebody else saved
+    /// it meanwhile. Nothing if there is no such entity.
+    pub async fn update(
+        &self,
+        id: &E::Id,
+        change: impl Fn(&mut E) + Send + Sync,
+    ) -> Result<Option<E>, StageError> {
+        let mut client = self.records.db.client().await?;
+        loop {
+            let tx = client.transaction().await?;
+            let ids = std::slice::from_ref(id);
+            let Some(mut entity) = self.table.load(&tx, ids).await?.pop() else { return Ok(None) };
+            let read = entity.version();
+            change(&mut entity);
+            entity.set_version(read.next());
+            if self.table.save(&tx, &entity, read).await? {
+                let (ids, news) = ([id.to_string()], self.records.bells.news(self.system));
+                self.visit_system(&tx, &ids, &news).await?;
+                tx.commit().await?;
+                self.records.bells.ring(self.system);
+                return Ok(Some(entity));
+            }
+            tx.rollback().await?;
+        }
+    }
+
+    /// Settles what saves nothing.
+    async fn settle_plain(
+        &self,
+        lane: Lane,
+        endings: &[&Ending<E>],
+    ) -> Result<Vec<Settled>, StageError> {
+        let records = &self.records;
+        let ends: Vec<_> = endings.iter().map(|ending| (&ending.claim, &ending.fate)).collect();
+        if endings.iter().all(|ending| ending.visits.is_empty()) {
+            let ends: Vec<_> =
+                ends.into_iter().map(|(claim, fate)| (claim.clone(), fate.clone())).collect();
+            return records.settle(lane, &ends).await;
+        }
+        let mut visits: BTreeMap<(i32, &str), (i64, i64)> = BTreeMap::new();
+        for ending in endings {
+            for (lane, delay) in &ending.visits {
+                let visit = (micros(*delay), ending.claim.token);
+                visits.insert((lane.0, &ending.claim.id), visit);
+            }
+        }
+        let lanes: Vec<i32> = visits.keys().map(|(lane, _)| *lane).collect();
+        let ids: Vec<&str> = visits.keys().map(|(_, id)| *id).collect();
+        let shards: Vec<i32> = ids.iter().map(|id| i32::from(self.shard(id))).collect();
+        let (delays, tokens): (Vec<i64>, Vec<i64>) = visits.values().copied().unzip();
+
+        let mut client = records.db.client().await?;
+        let tx = client.transaction().await?;
+        // If the server forgets this, the record of the system stage is still there.
+        tx.batch_execute("SET LOCAL synchronous_commit TO off").await?;
+        let sort = tx.prepare_cached(SORT).await?;
+        tx.execute(&sort, &[&lane.0, &lanes, &ids, &shards, &delays, &tokens]).await?;
+        let settled = settle(&tx, lane, &ends).await?;
+        let mut told = lanes;
+        told.dedup();
+        for lane in &told {
+            records.tell(&tx, Lane(*lane)).await?;
+        }
+        tx.commit().await?;
+        told.into_iter().for_each(|lane| records.bells.ring(Lane(lane)));
+        Ok(settled)
+    }
+
+    /// Saves entities and settles their records, in one transaction.
+    async fn settle_saving(
+        &self,
+        lane: Lane,
+        endings: &[&Ending<E>],
+    ) -> Result<Vec<Saved>, StageError> {
+        let records = &self.records;
+        let mut client = records.db.client().await?;
+        let tx = client.transaction().await?;
+        let (ids, tokens) = columns(endings.iter().map(|ending| &ending.claim));
+        let held: Vec<i64> = query(&tx, HOLD, &[&lane.0, &ids, &tokens]).await?;
+        let held: std::collections::HashSet<i64> = held.into_iter().collect();
+
+        let mut saving: Vec<(usize, (E, Version))> = Vec::with_capacity(held.len());
+        for (index, ending) in endings.iter().enumerate() {
+            if held.contains(&ending.claim.token)
+                && let Some((entity, read)) = &ending.saves
+            {
+                let mut entity = entity.clone();
+                entity.set_version(read.next());
+                saving.push((index, (entity, *read)));
+            }
+        }
+        saving.sort_by(|(a, _), (b, _)| endings[*a].claim.id.cmp(&endings[*b].claim.id));
+        let (indexes, changed): (Vec<usize>, Vec<(E, Version)>) = saving.into_iter().unzip();
+        let saved = self.table.save_all(&tx, &changed).await?;
+
+        let mut answers = vec![Saved::Settled(Settled::Stale); endings.len()];
+        let (mut visits, mut ends, mut settling) = (Vec::new(), Vec::new(), Vec::new());
+        for (index, saved) in indexes.into_iter().zip(saved) {
+            let ending = endings[index];
+            if saved {
+                visits.push(ending.claim.id.to_string());
+                ends.push((&ending.claim, &ending.fate));
+            } else {
+                answers[index] = Saved::Conflict;
+                ends.push((&ending.claim, &Fate::Released));
+            }
+            settling.push(index);
+        }
+        let settled = settle(&tx, lane, &ends).await?;
+        for (index, settled) in settling.into_iter().zip(settled) {
+            if answers[index] != Saved::Conflict {
+                answers[index] = Saved::Settled(settled);
+            }
+        }
+        if !visits.is_empty() {
+            let news = records.bells.news(self.system);
+            self.visit_system(&tx, &visits, &news).await?;
+        }
+        tx.commit().await?;
+        records.bells.ring(self.system);
+        Ok(answers)
+    }
+}
+
+impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, Records, T> {
+    type Records = Records;
+
+    fn records(&self) -> &Records {
+        &self.records
+    }
+
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn shards(&self) -> u16 {
+        self.shards
+    }
+
+    async fn load(&self, ids: Vec<E::Id>) -> Result<Vec<E>, StageError> {
+        if ids.is_empty() {
+            return Ok(Vec::new());
+        }
+        let client = self.records.db.client().await?;
+        Ok(self.table.load(&client, &ids).await?)
+    }
+
+    async fn settle(
+        &self,
+        lane: Lane,
+        endings: Vec<Ending<E>>,
+    ) -> Result<Vec<Result<Saved, Refused>>, StageError> {
+        let (saving, plain): (Vec<usize>, Vec<usize>) =
+            (0..endings.len()).partition(|index| endings[*index].saves.is_some());
+        let mut answers: Vec<Option<Result<Saved, Refused>>> = vec![None; endings.len()];
+        if !plain.is_empty() {
+            let some: Vec<_> = plain.iter().map(|index| &endings[*index]).collect();
+            let settled = self.settle_plain(lane, &some).await?;
+            for (index, settled) in plain.into_iter().zip(settled) {
+                answers[index] = Some(Ok(Saved::Settled(settled)));
+            }
+        }
+        if !saving.is_empty() {
+            let some: Vec<_> = saving.iter().map(|index| &endings[*index]).collect();
+            match self.settle_saving(lane, &some).await {
+                Ok(saved) => {
+                    for (index, saved) in saving.into_iter().zip(saved) {
+                        answers[index] = Some(Ok(saved));
+                    }
+                }
+                Err(error) if error.is_transient() => return Err(error),
+                // One that cannot be saved must not hold up the others.
+                Err(_) => {
+                    for index in saving {
+                        let saved = self.settle_saving(lane, &[&endings[index]]).await;
+                        answers[index] = Some(match saved {
+                            Ok(saved) => Ok(saved[0]),
+                            Err(error) if error.is_transient() => return Err(error),
+                            Err(error) => Err(Refused(explain(&error))),
+                        });
+                    }
+                }
+            }
+        }
+        Ok(answers.into_iter().map(|answer| answer.expect("each was settled")).collect())
+    }
+}
