@@ -9,8 +9,8 @@
 //! a time; what ends meanwhile is settled together, so batches grow with the load and a lone end does not
 //! wait for company.
 //!
-//! So that the slots do not idle while a take is under way, as many items are held ahead as ended during
-//! the last one: with long runs that is none, and others can have them.
+//! So that the slots do not idle while a take is under way, as many items are held ahead as can run
+//! meanwhile: with long runs that is none, and others can have them.
 //!
 //! Nothing is forgotten before it is settled: an end that the queue could not note is told again. A run
 //! whose lease is lost, or could not be prolonged in time, is ended: somebody else may have it by now.
@@ -146,8 +146,8 @@ impl Puller {
             load: 0,
             ended: Vec::new(),
             look: Look::Now,
-            ahead: 0,
-            ended_meanwhile: 0,
+            trip: Average::default(),
+            run_time: Average::default(),
             failures: 0,
             taking: None,
             settling: None,
@@ -161,6 +161,18 @@ impl Puller {
         };
         let task = tokio::spawn(task.run(inbox, stop.clone(), Arc::clone(&grace)));
         Pulling { task: Some(task), stop, grace, commands, status }
+    }
+}
+
+/// Of the last few times, in seconds.
+#[derive(Debug, Clone, Copy, Default)]
+struct Average(f64);
+
+impl Average {
+    fn add(&mut self, time: Duration) {
+        // Nothing takes no time.
+        let time = time.as_secs_f64().max(1e-6);
+        self.0 = if self.0 == 0.0 { time } else { self.0 + (time - self.0) / 8.0 };
     }
 }
 
@@ -216,10 +228,10 @@ struct Task<Q: Queue, H> {
     load: u32,
     ended: Vec<(Slot, End<Q::Outcome>)>,
     look: Look,
-    /// How much to hold beyond what can run.
-    ahead: u32,
-    /// What ended cost, since the last take began.
-    ended_meanwhile: u32,
+    /// How long a take takes.
+    trip: Average,
+    /// And a run.
+    run_time: Average,
     /// Takes that failed, since the last that did not.
     failures: u32,
     taking: Option<Flight<Took<Q>>>,
@@ -329,12 +341,23 @@ where
         }
     }
 
+    /// How much to hold beyond what can run: as much as can end during a take.
+    #[allow(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "neither large nor negative"
+    )]
+    fn ahead(&self) -> u32 {
+        let ends = f64::from(self.options.limits.capacity.get()) * self.trip.0 / self.run_time.0;
+        // Before the first run has ended it is no number.
+        if ends.is_finite() { f64::from(MOST).min(ends) as u32 } else { 0 }
+    }
+
     fn take(&mut self) {
-        let room = (self.options.limits.capacity.get() + self.ahead).saturating_sub(self.load);
+        let room = (self.options.limits.capacity.get() + self.ahead()).saturating_sub(self.load);
         if self.paused || self.taking.is_some() || self.look != Look::Now || room == 0 {
             return;
         }
-        self.ended_meanwhile = 0;
         // Until it is told otherwise, or something wakes it meanwhile.
         self.look = Look::At(Instant::now() + LONGEST);
         let queue = Arc::clone(&self.queue);
@@ -345,7 +368,7 @@ where
     }
 
     fn took(&mut self, (asked, room, answer): Took<Q>) {
-        self.ahead = self.ended_meanwhile.max(self.ahead / 2).min(MOST);
+        self.trip.add(asked.elapsed());
         let taken = match answer {
             Ok(taken) => taken,
             Err(error) => {
@@ -394,6 +417,7 @@ where
     }
 
     fn run_ended(&mut self, run: Ended<Q::Outcome>) {
+        self.run_time.add(run.took);
         let end = match run.outcome {
             Outcome::Done(outcome) => End::Done(outcome),
             Outcome::Failed(failure) => End::Failed(failure),
@@ -407,7 +431,6 @@ where
         let holding = &mut self.held[index(slot)];
         holding.is_over = true;
         self.load -= holding.cost;
-        self.ended_meanwhile = self.ended_meanwhile.saturating_add(holding.cost);
         if holding.is_lost {
             self.flow.stale += 1;
             self.held.remove(index(slot));
