@@ -28,7 +28,8 @@ use crate::entity::{Entity, Version};
 use crate::processor::{Backend, Ending, Saved};
 use crate::record::Records as _;
 use crate::record::{
-    Claim, Claimed, Fate, Lane, LaneCounts, Page, Record, Refused, StageError, Which, shortened,
+    Claim, Claimed, Fate, Lane, LaneCounts, Page, Record, Refused, StageError, Tally, Which,
+    shortened,
 };
 
 /// The tables of the queues, for [`Postgres::open`].
@@ -39,6 +40,9 @@ pub const SCHEMA: Schema = Schema {
             lane   integer GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
             entity text NOT NULL,
             stage  text NOT NULL,
+            done      bigint NOT NULL DEFAULT 0,
+            failed    bigint NOT NULL DEFAULT 0,
+            conflicts bigint NOT NULL DEFAULT 0,
             UNIQUE (entity, stage)
         );
         -- A record may be claimed from due_at on: its visit time, or the end of the lease of who holds it;
@@ -472,7 +476,8 @@ impl crate::record::Records for Records {
                    count(*) FILTER (WHERE failures > 0 AND due_at IS NOT NULL),
                    count(r.lane) - count(due_at),
                    extract(epoch FROM now() - min(due_at)
-                       FILTER (WHERE due_at <= now() AND held_until IS NULL))::float8
+                       FILTER (WHERE due_at <= now() AND held_until IS NULL))::float8,
+                   done, failed, conflicts
             FROM vedetta_stage_lane l LEFT JOIN vedetta_stage_record r USING (lane)
             GROUP BY l.lane, entity, stage ORDER BY entity COLLATE \"C\", stage COLLATE \"C\"";
         let count = |row: &Row, column| row.get::<_, i64>(column).unsigned_abs();
@@ -486,6 +491,7 @@ impl crate::record::Records for Records {
             failing: count(row, 5),
             parked: count(row, 6),
             oldest_due: row.get::<_, Option<f64>>(7).map(delay),
+            tally: Tally { done: count(row, 8), failed: count(row, 9), conflicts: count(row, 10) },
         });
         Ok(lanes.collect())
     }
@@ -540,6 +546,16 @@ impl crate::record::Records for Records {
         self.tell(&client, lane).await?;
         self.bells.ring(lane);
         Ok(true)
+    }
+
+    async fn note(&self, lane: Lane, tally: Tally) -> Result<(), StageError> {
+        let client = self.db.client().await?;
+        let sql = "UPDATE vedetta_stage_lane SET done = done + $2, failed = failed + $3,
+                       conflicts = conflicts + $4
+                   WHERE lane = $1";
+        let more = [tally.done, tally.failed, tally.conflicts].map(u64::cast_signed);
+        client.execute(sql, &[&lane.0, &more[0], &more[1], &more[2]]).await?;
+        Ok(())
     }
 
     async fn woken(&self, lane: Lane) {

@@ -11,15 +11,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use tokio::sync::{Mutex, watch};
+use tokio::time::sleep;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
 use vedetta_core::queue::{End, Handed, Kept, Settled, Taken};
 use vedetta_core::{Failure, Handler, Queue, QueueError, explain};
 use vedetta_runtime::{PullStatus, Puller, Pulling};
 
 use crate::entity::{BoxError, Entity, Limits, Stage, Version, Visit};
-use crate::record::{Claim, Fate, Lane, Records, Refused, SYSTEM, StageError};
+use crate::record::{Claim, Fate, Lane, Records, Refused, SYSTEM, StageError, Tally};
 
 /// Entities the system stage asks about at once.
 const SYSTEM_PARALLEL: NonZeroU32 = NonZeroU32::new(512).unwrap();
+
+/// How often what was counted is written down.
+const NOTE_EVERY: Duration = Duration::from_secs(1);
 
 /// The tables of entities that a processor works on, with their queues.
 pub trait Backend<E: Entity>: Clone + Send + Sync + 'static {
@@ -153,7 +159,7 @@ impl<E: Entity, B: Backend<E>> Processor<E, B> {
             lanes.push((*lane, name, limits, Work::Stage(Arc::clone(stage))));
         }
         let pulls = lanes.into_iter().map(|(lane, name, limits, work)| {
-            let conflicts = Arc::new(AtomicU64::new(0));
+            let counters = Arc::new(Counters::default());
             let queue = StageQueue {
                 backend: self.backend.clone(),
                 lane,
@@ -161,7 +167,7 @@ impl<E: Entity, B: Backend<E>> Processor<E, B> {
                 lease: self.lease,
                 owned: self.shards.clone(),
                 changed: Mutex::new(self.shards.clone()),
-                conflicts: Arc::clone(&conflicts),
+                counters: Arc::clone(&counters),
                 entity: std::marker::PhantomData::<fn() -> E>,
             };
             let puller = Puller {
@@ -172,21 +178,87 @@ impl<E: Entity, B: Backend<E>> Processor<E, B> {
                 lease: self.lease,
                 poll: self.poll,
             };
-            Pull { stage: name, pulling: puller.start(queue, work), conflicts }
+            Pull { stage: name, lane, pulling: puller.start(queue, work), counters }
         });
-        Ok(Processing { pulls: pulls.collect() })
+        let pulls: Vec<Pull> = pulls.collect();
+        let counters = pulls.iter().map(|pull| (pull.lane, Arc::clone(&pull.counters))).collect();
+        let stop = CancellationToken::new();
+        let noting = tokio::spawn(note(records.clone(), counters, stop.clone()));
+        Ok(Processing { pulls, noting: AbortOnDropHandle::new(noting), stop })
     }
 }
 
 struct Pull {
     stage: String,
+    lane: Lane,
     pulling: Pulling,
-    conflicts: Arc<AtomicU64>,
+    counters: Arc<Counters>,
+}
+
+/// What is not in the [`Tally`] of a queue yet, and what was ever in it.
+#[derive(Debug, Default)]
+struct Counters {
+    done: AtomicU64,
+    failed: AtomicU64,
+    conflicts: AtomicU64,
+    all_conflicts: AtomicU64,
+}
+
+impl Counters {
+    fn count(&self, end: &End<impl Sized>, saved: &Result<Saved, Refused>) {
+        let counter = match (saved, end) {
+            (Ok(Saved::Settled(Settled::Stale)), _) | (Ok(_), End::Released) => return,
+            (Ok(Saved::Conflict), _) => {
+                self.all_conflicts.fetch_add(1, Ordering::Relaxed);
+                &self.conflicts
+            }
+            (Err(_), _) | (_, End::Failed(_)) => &self.failed,
+            (_, End::Done(_)) => &self.done,
+        };
+        counter.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn take(&self) -> Tally {
+        let take = |counter: &AtomicU64| counter.swap(0, Ordering::Relaxed);
+        Tally {
+            done: take(&self.done),
+            failed: take(&self.failed),
+            conflicts: take(&self.conflicts),
+        }
+    }
+
+    fn give_back(&self, tally: Tally) {
+        self.done.fetch_add(tally.done, Ordering::Relaxed);
+        self.failed.fetch_add(tally.failed, Ordering::Relaxed);
+        self.conflicts.fetch_add(tally.conflicts, Ordering::Relaxed);
+    }
+}
+
+/// Writes down what was counted, every second, until `stop` and once after it.
+async fn note(
+    records: impl Records,
+    counters: Vec<(Lane, Arc<Counters>)>,
+    stop: CancellationToken,
+) {
+    loop {
+        let is_last = stop.run_until_cancelled(sleep(NOTE_EVERY)).await.is_none();
+        for (lane, counters) in &counters {
+            let tally = counters.take();
+            if tally != Tally::default() && records.note(*lane, tally).await.is_err() {
+                counters.give_back(tally);
+            }
+        }
+        if is_last {
+            return;
+        }
+    }
 }
 
 /// A processor at work. Dropped, it ends at once, and what it held comes back when its leases lapse.
 pub struct Processing {
     pulls: Vec<Pull>,
+    noting: AbortOnDropHandle<()>,
+    stop: CancellationToken,
 }
 
 /// What one stage is at, in this process.
@@ -206,7 +278,7 @@ impl Processing {
         let status = |pull: &Pull| StageStatus {
             stage: pull.stage.clone(),
             pull: pull.pulling.status(),
-            conflicts: pull.conflicts.load(Ordering::Relaxed),
+            conflicts: pull.counters.all_conflicts.load(Ordering::Relaxed),
         };
         self.pulls.iter().map(status).collect()
     }
@@ -214,7 +286,11 @@ impl Processing {
     /// Takes nothing more, lets what runs end within `grace`, and settles it. How many had to be ended.
     pub async fn stop(self, grace: Duration) -> usize {
         let stops = self.pulls.into_iter().map(|pull| pull.pulling.stop(grace));
-        futures_util::future::join_all(stops).await.into_iter().sum()
+        let ended = futures_util::future::join_all(stops).await.into_iter().sum();
+        self.stop.cancel();
+        // A database that is away does not keep us.
+        let _ = tokio::time::timeout(NOTE_EVERY, self.noting).await;
+        ended
     }
 }
 
@@ -314,7 +390,7 @@ struct StageQueue<E, B> {
     owned: watch::Receiver<Arc<[u16]>>,
     /// The same, for who waits for a change.
     changed: Mutex<watch::Receiver<Arc<[u16]>>>,
-    conflicts: Arc<AtomicU64>,
+    counters: Arc<Counters>,
     entity: std::marker::PhantomData<fn() -> E>,
 }
 
@@ -421,13 +497,11 @@ impl<E: Entity, B: Backend<E>> Queue for StageQueue<E, B> {
         let answers = answers.map_err(|error| failed("settling records", error))?;
         let mut settled = Vec::with_capacity(answers.len());
         let mut refused = Vec::new();
-        for ((claim, _), answer) in ended.iter().zip(answers) {
+        for ((claim, end), answer) in ended.iter().zip(answers) {
+            self.counters.count(end, &answer);
             settled.push(match answer {
                 Ok(Saved::Settled(settled)) => settled,
-                Ok(Saved::Conflict) => {
-                    self.conflicts.fetch_add(1, Ordering::Relaxed);
-                    Settled::Again(Duration::ZERO)
-                }
+                Ok(Saved::Conflict) => Settled::Again(Duration::ZERO),
                 Err(Refused(why)) => {
                     let why = format!("it could not be saved: {why}");
                     refused.push((settled.len(), (claim.clone(), self.failed(claim, why))));

@@ -124,6 +124,20 @@ pub struct LaneCounts {
     pub parked: u64,
     /// How long the first of those that are due has been so.
     pub oldest_due: Option<Duration>,
+    /// What became of those that were worked on.
+    pub tally: Tally,
+}
+
+/// What became of records, in all processes since the queue was made. A process that is killed takes what
+/// it counted in its last second with it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Tally {
+    /// Runs that ended well.
+    pub done: u64,
+    /// Runs that failed.
+    pub failed: u64,
+    /// Updates that were not saved because somebody else had saved meanwhile.
+    pub conflicts: u64,
 }
 
 /// Which records to show.
@@ -208,6 +222,10 @@ pub trait Records: Clone + Send + Sync + 'static {
         stage: &str,
         id: &str,
     ) -> impl Future<Output = Result<bool, StageError>> + Send;
+
+    /// Adds to the tally of a queue.
+    fn note(&self, lane: Lane, tally: Tally)
+    -> impl Future<Output = Result<(), StageError>> + Send;
 
     /// Returns when something was enqueued since the last call returned.
     fn woken(&self, lane: Lane) -> impl Future<Output = ()> + Send;

@@ -17,7 +17,8 @@ use crate::entities::Entities;
 use crate::entity::{Entity, Version};
 use crate::processor::{Backend, Ending, Saved};
 use crate::record::{
-    Claim, Claimed, Fate, Lane, LaneCounts, Page, Record, Refused, StageError, Which, shortened,
+    Claim, Claimed, Fate, Lane, LaneCounts, Page, Record, Refused, StageError, Tally, Which,
+    shortened,
 };
 
 /// The tables of the queues, for [`Db::open`].
@@ -28,6 +29,9 @@ pub const SCHEMA: Schema = Schema {
             lane   INTEGER PRIMARY KEY,
             entity TEXT NOT NULL,
             stage  TEXT NOT NULL,
+            done      INTEGER NOT NULL DEFAULT 0,
+            failed    INTEGER NOT NULL DEFAULT 0,
+            conflicts INTEGER NOT NULL DEFAULT 0,
             UNIQUE (entity, stage)
         ) STRICT;
         -- Times are milliseconds since 1970. A record may be claimed from due_at on: its visit time, or the
@@ -471,7 +475,8 @@ impl crate::record::Records for Records {
                        count(held_until),
                        count(*) FILTER (WHERE failures > 0 AND due_at IS NOT NULL),
                        count(r.lane) - count(due_at),
-                       min(due_at) FILTER (WHERE due_at <= ?1 AND held_until IS NULL)
+                       min(due_at) FILTER (WHERE due_at <= ?1 AND held_until IS NULL),
+                       done, failed, conflicts
                 FROM stage_lane LEFT JOIN stage_record r USING (lane)
                 GROUP BY lane ORDER BY entity, stage";
             let mut counts = db.prepare(sql)?;
@@ -486,6 +491,11 @@ impl crate::record::Records for Records {
                     failing: row.get::<_, i64>(5)?.unsigned_abs(),
                     parked: row.get::<_, i64>(6)?.unsigned_abs(),
                     oldest_due: oldest.map(|due| delay(now.saturating_sub(due))),
+                    tally: Tally {
+                        done: row.get::<_, i64>(8)?.unsigned_abs(),
+                        failed: row.get::<_, i64>(9)?.unsigned_abs(),
+                        conflicts: row.get::<_, i64>(10)?.unsigned_abs(),
+                    },
                 })
             })?;
             rows.collect()
@@ -542,6 +552,18 @@ impl crate::record::Records for Records {
             Ok(found == 1)
         };
         self.write(Purpose::Store, retry).await
+    }
+
+    async fn note(&self, lane: Lane, tally: Tally) -> Result<(), StageError> {
+        let note = move |tx: &Connection, _: &Desk| {
+            let sql = "UPDATE stage_lane SET done = done + ?2, failed = failed + ?3,
+                           conflicts = conflicts + ?4
+                       WHERE lane = ?1";
+            let more = [tally.done, tally.failed, tally.conflicts].map(u64::cast_signed);
+            tx.prepare_cached(sql)?.execute(params![lane.0, more[0], more[1], more[2]])?;
+            Ok(())
+        };
+        self.write(Purpose::Reclaim, note).await
     }
 
     async fn woken(&self, lane: Lane) {
