@@ -19,6 +19,7 @@ use vedetta_runtime::Handle;
 use crate::error::ApiError;
 use crate::input::JsonBody;
 use crate::json::Json;
+use crate::stages::{self, Stages};
 use crate::{guard, kv, leases, page, watch, watchers};
 
 /// Bytes of a request's body.
@@ -29,6 +30,7 @@ const BODY: usize = 2 << 20;
 pub struct Api {
     pub(crate) store: Store,
     pub(crate) watchers: BTreeMap<String, Watched>,
+    pub(crate) stages: Option<Arc<dyn Stages>>,
     pub(crate) ending: CancellationToken,
     pub(crate) limits: Limits,
 }
@@ -74,6 +76,7 @@ impl Api {
         Self {
             store,
             watchers: BTreeMap::new(),
+            stages: None,
             ending: CancellationToken::new(),
             limits: Limits::default(),
         }
@@ -90,6 +93,13 @@ impl Api {
     #[must_use]
     pub fn watcher_elsewhere(mut self, name: impl Into<String>, handle: Handle) -> Self {
         self.watchers.insert(name.into(), Watched { handle, is_here: false });
+        self
+    }
+
+    /// The same with the queues of a database's stages.
+    #[must_use]
+    pub fn stages(mut self, records: impl vedetta_stage::Records) -> Self {
+        self.stages = Some(Arc::new(records));
         self
     }
 
@@ -113,6 +123,7 @@ impl Api {
 pub(crate) struct Context {
     pub(crate) store: Store,
     pub(crate) watchers: Arc<BTreeMap<String, Watched>>,
+    pub(crate) stages: Option<Arc<dyn Stages>>,
     pub(crate) ending: CancellationToken,
     pub(crate) limits: Arc<Limits>,
     pub(crate) stop: CancellationToken,
@@ -132,6 +143,10 @@ pub(crate) fn router(context: Context) -> Router {
         .route("/watchers", get(watchers::list))
         .route("/watchers/{name}", get(watchers::show))
         .route("/watchers/{name}/resync", post(watchers::resync))
+        .route("/stages", get(stages::list))
+        .route("/stages/{entity}", get(stages::entity))
+        .route("/stages/{entity}/{id}", get(stages::show))
+        .route("/stages/{entity}/{stage}/{id}/retry", post(stages::retry))
         .route("/compact", post(compact))
         .route("/overview", get(overview));
     Router::new()

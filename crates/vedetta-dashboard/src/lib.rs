@@ -1,4 +1,4 @@
-//! The HTTP API of the store and its watchers, and their page.
+//! The HTTP API of the store, its watchers and stages, and their page.
 //!
 //! ```text
 //!  accept ─► a place among the connections ─► head within its time ─► Host, Origin ─► route ─► store, watchers
@@ -17,6 +17,7 @@ mod kv;
 mod leases;
 mod page;
 mod serve;
+mod stages;
 mod watch;
 mod watchers;
 

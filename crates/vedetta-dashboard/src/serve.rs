@@ -20,6 +20,7 @@ pub async fn serve(listener: TcpListener, api: Api, stop: CancellationToken) {
     let context = Context {
         store: api.store,
         watchers: Arc::new(api.watchers),
+        stages: api.stages,
         ending: api.ending,
         limits: Arc::clone(&limits),
         stop: stop.clone(),
