@@ -4,10 +4,12 @@ use std::error::Error;
 use std::sync::Arc;
 use std::time::Duration;
 
+use percent_encoding::percent_decode_str;
 use tokio_postgres::Config;
 use tokio_postgres::config::{Host, SslMode};
 
 use super::PostgresError;
+use super::tls::Tls;
 
 /// For the way to each host, unless the URL says otherwise.
 const CONNECT: Duration = Duration::from_secs(10);
@@ -23,6 +25,7 @@ const UNCONFIRMED: Duration = Duration::from_secs(30);
 #[derive(Clone)]
 pub(super) struct Target {
     pub(super) config: Arc<Config>,
+    pub(super) tls: Tls,
     /// Hosts and ports, to be shown.
     pub(super) at: Arc<str>,
     /// Until a connection can be used.
@@ -39,6 +42,7 @@ impl Target {
         if url.matches('@').count() > 1 {
             return Err(bad("it has more than one @; inside of names and passwords write %40"));
         }
+        let (url, trusted) = without_trusted(url);
         let mut config: Config = url.parse().map_err(|error: tokio_postgres::Error| {
             let why = error.source().map(ToString::to_string).unwrap_or_default();
             // These tell the name of an option only.
@@ -48,8 +52,18 @@ impl Target {
         if config.get_hosts().is_empty() && config.get_hostaddrs().is_empty() {
             return Err(bad("it names no host"));
         }
-        if config.get_ssl_mode() == SslMode::Require {
-            return Err(bad("sslmode=require is not supported yet; use disable or prefer"));
+        let tls = match (config.get_ssl_mode(), trusted) {
+            (SslMode::Require, Some(file)) => Tls::trust(&file).map_err(PostgresError::BadUrl)?,
+            (SslMode::Require, None) => {
+                return Err(bad(
+                    "sslmode=require wants sslrootcert=FILE, certificates of who may sign the server's",
+                ));
+            }
+            (_, Some(_)) => return Err(bad("sslrootcert wants sslmode=require")),
+            (_, None) => Tls::none(),
+        };
+        if config.get_ssl_mode() == SslMode::Prefer {
+            config.ssl_mode(SslMode::Disable);
         }
         if config.get_application_name().is_none() {
             config.application_name("vedetta");
@@ -62,7 +76,7 @@ impl Target {
         let hosts = config.get_hosts().len().max(config.get_hostaddrs().len());
         let hosts = u32::try_from(hosts).unwrap_or(u32::MAX);
         let patience = connect.saturating_mul(hosts.saturating_add(1));
-        Ok(Self { at: at(&config).into(), config: Arc::new(config), patience })
+        Ok(Self { at: at(&config).into(), config: Arc::new(config), tls, patience })
     }
 
     /// What became of an attempt to connect.
@@ -75,6 +89,27 @@ impl Target {
 
     pub(super) fn unreachable(&self, source: Box<dyn Error + Send + Sync>) -> PostgresError {
         PostgresError::Unreachable { at: self.at.to_string(), source }
+    }
+}
+
+/// Takes out `sslrootcert`, which the parser does not know; `verify-full` is what our `require` does.
+fn without_trusted(url: &str) -> (String, Option<String>) {
+    let Some((start, options)) = url.split_once('?') else { return (url.to_owned(), None) };
+    let mut trusted = None;
+    let mut others = Vec::new();
+    for option in options.split('&') {
+        match option.split_once('=') {
+            Some(("sslrootcert", file)) => {
+                trusted = Some(percent_decode_str(file).decode_utf8_lossy().into_owned());
+            }
+            Some(("sslmode", "verify-full")) => others.push("sslmode=require"),
+            _ => others.push(option),
+        }
+    }
+    if others.is_empty() {
+        (start.to_owned(), trusted)
+    } else {
+        (format!("{start}?{}", others.join("&")), trusted)
     }
 }
 
