@@ -268,10 +268,15 @@ async fn a_wrong_url_or_a_server_that_is_not_there_is_told_clearly_and_no_passwo
         let all = format!("{error} {error:?} {cause:?}");
         assert!(!all.contains("hush"), "{all}");
     }
-    let postgres = open(&format!("postgres://postgres:hush@{at}/postgres")).await;
+    let postgres = open(&format!("postgres://postgres:hu?sh@{at}?application_name=mine")).await;
+    let name = "SELECT current_setting('application_name')";
+    assert_eq!(ask(&postgres, name).await.unwrap(), ["mine"]);
+    let error = ask(&postgres, "SELECT '\0'").await.unwrap_err();
+    assert!(matches!(error, PostgresError::Misfit(_)), "{error:?}");
+    assert!(!error.is_transient(), "what cannot be sent cannot be sent again");
     let listener = postgres.listen("jobs");
     let all = format!("{postgres:?} {listener:?}");
-    assert!(all.contains(&at.to_string()) && !all.contains("hush"), "{all}");
+    assert!(all.contains(&at.to_string()) && !all.contains("hu?sh"), "{all}");
 }
 
 #[tokio::test]
