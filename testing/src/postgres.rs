@@ -6,13 +6,13 @@
 //! ```
 //!
 //! It never runs as root, as PostgreSQL refuses to: there it runs as the user `postgres`. Commits are
-//! flushed, as in production. A [`Proxy`](crate::Proxy) before it makes links that can be cut.
+//! flushed, as in production, though to memory where that is large. A [`Proxy`](crate::Proxy) before it makes links that can be cut.
 
-use std::fs::{self, DirBuilder, File};
+use std::fs::{self, DirBuilder, File, Permissions};
 use std::io::Read as _;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{DirBuilderExt as _, chown};
+use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _, chown};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -20,6 +20,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::statvfs;
 use rustix::process::{
     Pid, PidfdFlags, Signal, geteuid, kill_process, pidfd_open, pidfd_send_signal,
 };
@@ -48,6 +49,8 @@ pub struct Server {
     folder: TempDir,
     programs: PathBuf,
     address: SocketAddr,
+    /// Beyond [`SETTINGS`].
+    settings: Vec<String>,
     /// How many databases were made.
     databases: AtomicUsize,
     /// `None` while it is killed or stopped.
@@ -57,22 +60,43 @@ pub struct Server {
 impl Server {
     /// A new server on a free port; returns when it answers.
     pub async fn start() -> Self {
+        Self::prepare().run().await
+    }
+
+    /// The same for clients with TLS, too; the certificate and its key are in PEM.
+    pub async fn start_with_tls(certificate: &str, key: &str) -> Self {
+        let mut server = Self::prepare();
+        for (name, pem) in [("ssl_cert_file", certificate), ("ssl_key_file", key)] {
+            let file = server.folder.path().join(name);
+            fs::write(&file, pem).expect("a file can be written");
+            fs::set_permissions(&file, Permissions::from_mode(0o600)).expect("a file can be ours");
+            Owner::of_servers().owns(&file);
+            server.settings.push(format!("{name}={}", file.display()));
+        }
+        server.settings.push("ssl=on".to_owned());
+        server.run().await
+    }
+
+    fn prepare() -> Self {
         let programs = programs();
-        let folder = TempDir::new().expect("a folder for the test");
+        let folder = scratch();
         copy(&template(&programs), &folder.path().join("data"));
         Owner::of_servers().owns(folder.path());
         let address = (Ipv4Addr::LOCALHOST, 0).into();
-        let databases = AtomicUsize::new(0);
-        let mut server = Self { folder, programs, address, databases, postmaster: None };
+        let (settings, databases) = (Vec::new(), AtomicUsize::new(0));
+        Self { folder, programs, address, settings, databases, postmaster: None }
+    }
+
+    async fn run(mut self) -> Self {
         // A port that was free a moment ago may be taken by now: then it ends at once, and we try again.
         for _ in 0..ATTEMPTS {
-            server.address = free_address();
-            server.spawn();
-            if server.answers().await {
-                return server;
+            self.address = free_address();
+            self.spawn();
+            if self.answers().await {
+                return self;
             }
         }
-        panic!("PostgreSQL did not start in {ATTEMPTS} attempts:\n{}", server.log());
+        panic!("PostgreSQL did not start in {ATTEMPTS} attempts:\n{}", self.log());
     }
 
     /// Where it listens.
@@ -154,6 +178,7 @@ impl Server {
         let mut postgres = program(&self.programs, "postgres");
         postgres.arg("-D").arg(self.data()).arg("-p").arg(self.address.port().to_string());
         postgres.args(SETTINGS.iter().flat_map(|setting| ["-c", setting]));
+        postgres.args(self.settings.iter().flat_map(|setting| ["-c", setting]));
         postgres.stdout(log.try_clone().expect("a handle")).stderr(log);
         self.postmaster = Some(postgres.spawn().expect("postgres can be run"));
     }
@@ -286,6 +311,17 @@ fn template(programs: &Path) -> PathBuf {
         File::open(folder).and_then(|folder| folder.sync_all()).expect("a folder can be flushed");
     }
     template
+}
+
+/// In memory where there is room for many, as a kill takes nothing from the disk's cache either; or where
+/// `TMPDIR` says, for those who want to know what a disk costs.
+fn scratch() -> TempDir {
+    const ROOM: u64 = 1 << 30;
+    let memory = Path::new("/dev/shm");
+    let room = statvfs(memory).map_or(0, |memory| memory.f_bavail * memory.f_frsize);
+    let roomy = room > ROOM && std::env::var_os("TMPDIR").is_none();
+    let folder = if roomy { TempDir::new_in(memory) } else { TempDir::new() };
+    folder.expect("a folder for the test")
 }
 
 /// Makes it where the user of the servers may write, which the folder of builds need not be.

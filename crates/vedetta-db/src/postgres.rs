@@ -11,6 +11,7 @@
 
 mod error;
 mod listen;
+mod tls;
 mod url;
 
 use std::fmt;
@@ -20,7 +21,6 @@ use std::time::Duration;
 use deadpool_postgres::{
     Manager, ManagerConfig, Object, Pool, PoolError, RecyclingMethod, Runtime,
 };
-use tokio_postgres::NoTls;
 
 pub use deadpool_postgres::{Client, GenericClient, Transaction};
 pub use error::PostgresError;
@@ -46,7 +46,9 @@ pub struct Postgres {
 impl Postgres {
     /// Connects, and brings the tables to the newest version. Several processes may do so at once.
     ///
-    /// The URL is `postgres://user:password@host:port/database`. It has to be called where tokio runs.
+    /// The URL is `postgres://user:password@host:port/database`. With `?sslmode=require&sslrootcert=FILE`
+    /// it speaks TLS, to a server whose certificate is for that host and signed by one in the file; else
+    /// it speaks plainly. It has to be called where tokio runs.
     pub async fn open(url: &str, schemas: &[Schema]) -> Result<Self, PostgresError> {
         Self::open_with(url, CONNECTIONS, schemas).await
     }
@@ -130,7 +132,7 @@ impl fmt::Debug for Postgres {
 
 fn pool(target: &Target, connections: usize) -> Pool {
     let recycling = ManagerConfig { recycling_method: RecyclingMethod::Fast };
-    let manager = Manager::from_config((*target.config).clone(), NoTls, recycling);
+    let manager = Manager::from_config((*target.config).clone(), target.tls.clone(), recycling);
     let pool = Pool::builder(manager).max_size(connections.max(1));
     let pool = pool.create_timeout(Some(target.patience)).runtime(Runtime::Tokio1);
     pool.build().expect("nothing is missing when a runtime is given")

@@ -3,6 +3,7 @@
 use std::error::Error as _;
 use std::time::Duration;
 
+use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 use testing::postgres::Server;
 use testing::{Proxy, soon};
 use vedetta_db::Schema;
@@ -267,10 +268,15 @@ async fn a_wrong_url_or_a_server_that_is_not_there_is_told_clearly_and_no_passwo
         let all = format!("{error} {error:?} {cause:?}");
         assert!(!all.contains("hush"), "{all}");
     }
-    let postgres = open(&format!("postgres://postgres:hush@{at}/postgres")).await;
+    let postgres = open(&format!("postgres://postgres:hu?sh@{at}?application_name=mine")).await;
+    let name = "SELECT current_setting('application_name')";
+    assert_eq!(ask(&postgres, name).await.unwrap(), ["mine"]);
+    let error = ask(&postgres, "SELECT '\0'").await.unwrap_err();
+    assert!(matches!(error, PostgresError::Misfit(_)), "{error:?}");
+    assert!(!error.is_transient(), "what cannot be sent cannot be sent again");
     let listener = postgres.listen("jobs");
     let all = format!("{postgres:?} {listener:?}");
-    assert!(all.contains(&at.to_string()) && !all.contains("hush"), "{all}");
+    assert!(all.contains(&at.to_string()) && !all.contains("hu?sh"), "{all}");
 }
 
 #[tokio::test]
@@ -282,4 +288,55 @@ async fn a_server_that_accepts_and_says_nothing_is_given_up() {
     let error = refused(&url, &[]).await;
     assert!(matches!(error, PostgresError::Unreachable { .. }), "{error:?}");
     assert!(error.to_string().contains(&proxy.address().to_string()), "{error}");
+}
+
+/// An authority, and what it signed for `localhost`: its certificate, the server's, the server's key.
+fn authority() -> [String; 3] {
+    let mut itself = CertificateParams::new([]).unwrap();
+    itself.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let its_key = KeyPair::generate().unwrap();
+    let certificate = itself.self_signed(&its_key).unwrap().pem();
+    let issuer = Issuer::new(itself, its_key);
+    let key = KeyPair::generate().unwrap();
+    let server = CertificateParams::new(["localhost".to_owned()]).unwrap();
+    [certificate, server.signed_by(&key, &issuer).unwrap().pem(), key.serialize_pem()]
+}
+
+#[tokio::test]
+async fn with_tls_only_a_server_that_an_authority_vouches_for_is_spoken_to() {
+    let ([ca, certificate, key], [stranger, ..]) = (authority(), authority());
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path.display().to_string()
+    };
+    let (ours, theirs) = (file("ours%.pem", &ca), file("theirs.pem", &stranger));
+    let server = Server::start_with_tls(&certificate, &key).await;
+    let port = server.address().port();
+    let url = |host: &str, mode: &str, file: &str| {
+        let file = file.replace('%', "%25");
+        format!("postgres://postgres@{host}:{port}/postgres?sslmode={mode}&sslrootcert={file}")
+    };
+    let encrypted = "SELECT ssl::text FROM pg_stat_ssl WHERE pid = pg_backend_pid()";
+    for mode in ["require", "verify-full"] {
+        let postgres = open(&url("localhost", mode, &ours)).await;
+        assert_eq!(ask(&postgres, encrypted).await.unwrap(), ["true"]);
+        let mut listener = postgres.listen("jobs");
+        assert_eq!(next(&mut listener).await, Heard::Again);
+        notify(&postgres, "jobs", "in secret").await;
+        assert_eq!(next(&mut listener).await, notified("in secret"));
+    }
+    assert_eq!(ask(&open(&server.url()).await, encrypted).await.unwrap(), ["false"]);
+
+    for (host, file) in [("localhost", &theirs), ("127.0.0.1", &ours)] {
+        let error = refused(&url(host, "require", file), &[]).await;
+        assert!(matches!(error, PostgresError::Misfit(_)), "{error:?}");
+        assert!(format!("{error:?}").contains("Certificate"), "{error:?}");
+    }
+    let plain = Server::start().await;
+    let url = url("localhost", "require", &ours);
+    let url = url.replace(&port.to_string(), &plain.address().port().to_string());
+    let error = refused(&url, &[]).await;
+    assert!(format!("{error:?}").contains("does not support TLS"), "{error:?}");
 }

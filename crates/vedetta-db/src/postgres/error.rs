@@ -42,7 +42,8 @@ pub enum PostgresError {
         /// The newest version this program knows.
         known: i64,
     },
-    /// The two do not fit: a password is wanted and none given, or an answer is not what was asked for.
+    /// The two do not fit: a password is wanted and none given, the certificate is of somebody else, or an
+    /// answer is not what was asked for.
     #[error("cannot work with this PostgreSQL")]
     Misfit(#[source] tokio_postgres::Error),
 }
@@ -77,7 +78,11 @@ impl From<tokio_postgres::Error> for PostgresError {
             let (code, message) = (said.code().code().to_owned(), said.message().to_owned());
             return Self::Refused { code, message };
         }
-        let io = error.source().is_some_and(<dyn Error>::is::<io::Error>);
-        if io || error.is_closed() { Self::Lost(error.into()) } else { Self::Misfit(error) }
+        // Invalid is what was sent, or received: no other connection would change that.
+        let line = error.source().and_then(|source| source.downcast_ref::<io::Error>());
+        let line = line.is_some_and(|error| {
+            !matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::InvalidData)
+        });
+        if line || error.is_closed() { Self::Lost(error.into()) } else { Self::Misfit(error) }
     }
 }

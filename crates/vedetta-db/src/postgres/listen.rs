@@ -8,11 +8,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use tokio::sync::mpsc;
-use tokio_postgres::tls::NoTlsStream;
-use tokio_postgres::{AsyncMessage, Client, Connection, NoTls, Socket};
+use tokio_postgres::{AsyncMessage, Client, Connection, Socket};
 use tokio_util::task::AbortOnDropHandle;
 use vedetta_core::Backoff;
 
+use super::tls::Encrypted;
 use super::url::Target;
 use super::{PostgresError, within};
 
@@ -89,8 +89,8 @@ impl Line {
 
     /// One connection, until it is lost.
     async fn follow(&self, failures: &mut u32) -> Result<Infallible, PostgresError> {
-        let Target { config, patience, .. } = &self.target;
-        let connected = tokio::time::timeout(*patience, config.connect(NoTls)).await;
+        let Target { config, tls, patience, .. } = &self.target;
+        let connected = tokio::time::timeout(*patience, config.connect(tls.clone())).await;
         let connected = connected.map_err(|late| self.target.unreachable(late.into()))?;
         let (client, mut connection) = connected.map_err(|error| self.target.failed(error))?;
         tokio::select! {
@@ -122,7 +122,7 @@ fn warn(error: &PostgresError, wait: Duration) {
 
 /// Drives the connection, and passes on every notification.
 async fn each(
-    connection: &mut Connection<Socket, NoTlsStream>,
+    connection: &mut Connection<Socket, Encrypted>,
     mut notified: impl FnMut(String),
 ) -> Result<Infallible, PostgresError> {
     while let Some(message) = poll_fn(|cx| connection.poll_message(cx)).await {
