@@ -22,6 +22,9 @@ const DEFAULT_FILE: &str = "vedetta.toml";
 /// The password of `store.user`: never in a file that is shown around, nor in a list of processes.
 const PASSWORD: &str = "VEDETTA_STORE_PASSWORD";
 
+/// Instead of `jobs.url`.
+const JOBS_URL: &str = "VEDETTA_JOBS_URL";
+
 /// Where things are.
 #[derive(Debug, Args)]
 pub(crate) struct Place {
@@ -76,6 +79,10 @@ pub(crate) enum ConfigError {
         "store.url is {0:?}: give \"embedded\", the store in the data folder, or the nodes of an etcd as \"etcd://host:2379,host:2379\""
     )]
     Store(String),
+    #[error(
+        "jobs.url begins with {0:?}: give \"embedded\", the file in the data folder, or a PostgreSQL as \"postgres://user@host/database\""
+    )]
+    Jobs(String),
     #[error("store.url cannot be used: {0}")]
     Endpoints(BadEndpoint),
     #[error("store.{0} is set, but store.url is \"embedded\", which needs none")]
@@ -104,6 +111,7 @@ pub(crate) enum ConfigError {
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub(crate) struct Config {
     pub(crate) store: Store,
+    pub(crate) jobs: Jobs,
     pub(crate) http: Http,
     pub(crate) etcd: Etcd,
     pub(crate) shutdown: Shutdown,
@@ -123,6 +131,34 @@ pub(crate) struct Store {
     #[serde(with = "humantime_serde")]
     keep_age: Option<Duration>,
     quota: Size,
+}
+
+/// The `[jobs]` table: where the queues of stages are.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub(crate) struct Jobs {
+    url: String,
+}
+
+impl Default for Jobs {
+    fn default() -> Self {
+        Self { url: "embedded".into() }
+    }
+}
+
+impl Jobs {
+    /// The URL of a PostgreSQL; nothing for the file in the data folder. A URL may hold a password, so it
+    /// may come from the environment.
+    pub(crate) fn postgres(&self) -> Result<Option<String>, ConfigError> {
+        let url = std::env::var(JOBS_URL).unwrap_or_else(|_| self.url.clone());
+        let (scheme, _) = url.split_once(':').unwrap_or((&url, ""));
+        match scheme {
+            "embedded" => Ok(None),
+            "postgres" | "postgresql" => Ok(Some(url)),
+            // The rest of it may be a secret.
+            scheme => Err(ConfigError::Jobs(scheme.to_owned())),
+        }
+    }
 }
 
 /// The `[http]` table.
@@ -217,6 +253,7 @@ impl Config {
             message,
         })?;
         config.store.check()?;
+        config.jobs.postgres()?;
         config.watch.iter().try_for_each(|(name, watch)| watch.check(name))?;
         Ok(config)
     }

@@ -180,10 +180,10 @@ fn database(data: &Path) -> Check {
 fn sound(data: &Path) -> anyhow::Result<vedetta::Revision> {
     let file = data.join("vedetta.db");
     let idle = || matches!(DataFolder::holder(data), Ok(None));
-    let connection = match db::inspect(&file, &[kv::SCHEMA], idle()) {
+    let connection = match db::inspect(&file, crate::up::SCHEMAS, idle()) {
         // A server that started meanwhile writes to the log.
         Err(db::OpenError::DamagedLog { .. }) if !idle() => {
-            db::inspect(&file, &[kv::SCHEMA], false)?
+            db::inspect(&file, crate::up::SCHEMAS, false)?
         }
         inspected => inspected?,
     };

@@ -8,6 +8,7 @@ mod doctor;
 mod exit;
 mod kv;
 mod output;
+mod stage;
 mod up;
 mod watcher;
 
@@ -33,6 +34,7 @@ enum Command {
     Up(up::Up),
     Kv(kv::Kv),
     Watcher(watcher::Watcher),
+    Stage(stage::Stage),
     Doctor(doctor::Doctor),
     Backup(backup::Backup),
     Completions(completions::Completions),
@@ -44,6 +46,7 @@ fn main() -> ExitCode {
         Command::Up(up) => up.run(),
         Command::Kv(kv) => kv.run(out),
         Command::Watcher(watcher) => watcher.run(out),
+        Command::Stage(stage) => stage.run(out),
         Command::Doctor(doctor) => doctor.run(out),
         Command::Backup(backup) => backup.run(out),
         Command::Completions(completions) => completions.run(out),

@@ -11,10 +11,12 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tracing_subscriber::EnvFilter;
 use vedetta::dashboard::{self, Api};
+use vedetta::db::postgres::Postgres;
 use vedetta::db::{self, DataFolder, Db, FolderError};
 use vedetta::etcd::{self, Endpoint};
 use vedetta::kv::{self, Store};
 use vedetta::runtime::{Keys, Watching};
+use vedetta::stage;
 
 use crate::config::{Addresses, Config, ConfigError, Place};
 
@@ -30,6 +32,9 @@ pub(crate) struct Up {
     #[arg(long, value_enum, env = "VEDETTA_LOG_FORMAT")]
     log_format: Option<LogFormat>,
 }
+
+/// All that is kept in the data folder.
+pub(crate) const SCHEMAS: &[db::Schema] = &[kv::SCHEMA, stage::sqlite::SCHEMA];
 
 /// What is left when the end has come may take so long to go.
 const LAST_MOMENT: Duration = Duration::from_millis(500);
@@ -68,8 +73,8 @@ async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Resu
     let (http_listener, http) = listen(addresses.http, "--http", data).await?;
     let (etcd_listener, etcd) = listen(addresses.etcd, "--etcd", data).await?;
     let folder = DataFolder::open(data)?;
-    let db = Db::open(&db::Options::new(folder.database()), &[kv::SCHEMA])?;
-    let store = Store::open(db, config.store.options()).await?;
+    let db = Db::open(&db::Options::new(folder.database()), SCHEMAS)?;
+    let store = Store::open(db.clone(), config.store.options()).await?;
 
     let stop = CancellationToken::new();
     let endpoint = Endpoint::new(store.clone());
@@ -78,7 +83,14 @@ async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Resu
         None => endpoint,
     };
     let ending = CancellationToken::new();
-    let mut api = Api::new(store.clone()).ending(ending.clone());
+    let api = Api::new(store.clone()).ending(ending.clone());
+    let mut api = match config.jobs.postgres()? {
+        None => api.stages(stage::sqlite::Records::open(db).await?),
+        Some(url) => {
+            let postgres = Postgres::open(&url, &[stage::postgres::SCHEMA]).await;
+            api.stages(stage::postgres::Records::new(postgres.context("jobs.url cannot be used")?))
+        }
+    };
     let mut watchers = Vec::new();
     for (name, watch) in &config.watch {
         let server = format!("http://{http}");

@@ -34,7 +34,7 @@ async function ask(path) {
 }
 
 async function overview() {
-  const [now] = await Promise.all([ask("overview"), watchers()]);
+  const [now] = await Promise.all([ask("overview"), watchers(), stages()]);
   for (const tile of document.querySelectorAll("[data-tile]")) {
     const number = now[tile.dataset.tile];
     tile.textContent = tile.dataset.tile === "size" ? size(number) : numbers.format(number);
@@ -102,6 +102,7 @@ function troubleRow(trouble) {
 
 // Something runs or fails, which changes without a change in the store.
 let busy = false;
+let working = false;
 
 async function watchers() {
   const { watchers: all } = await ask("watchers");
@@ -127,6 +128,76 @@ document.getElementById("watchers").addEventListener("click", async ({ target })
   target.disabled = true; // until the row is drawn again
   // If it cannot be asked, the line above the page says so.
   await fetch(`api/v1/watchers/${encodeURIComponent(name)}/resync`, { method: "POST" }).catch(() => {});
+  stale = true;
+});
+
+// What was done when it was last asked, to tell how fast it goes.
+let lastDone = new Map();
+
+function stageRow(stage, rate) {
+  const tr = document.createElement("tr");
+  const count = (name) => cell("number", numbers.format(stage[name]));
+  const alarming = (name) => {
+    const td = count(name);
+    td.dataset.type = stage[name] > 0 ? "some" : "none";
+    return td;
+  };
+  const oldest = stage.oldest_due_ms === undefined ? "" : `${(stage.oldest_due_ms / 1000).toFixed(1)} s`;
+  tr.append(cell("key", visible(stage.entity)), cell("key", visible(stage.stage)), count("records"), count("due"),
+    count("held"), alarming("failing"), alarming("parked"), cell("number", oldest), count("done"),
+    cell("number", rate === undefined ? "" : numbers.format(Math.round(rate))), cell("what", ""));
+  return tr;
+}
+
+// A record that was set aside, with a way to have it tried again.
+function parkedRow(entity, record) {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.textContent = "Retry";
+  button.dataset.retry = [entity, record.stage, record.id].map(encodeURIComponent).join("/");
+  button.setAttribute("aria-label", `Retry ${record.stage} of ${entity} ${record.id}`);
+  const td = cell("trouble", `${visible(record.stage)} ${visible(record.id)}: failed ${record.failures} times: ${text(record, "error")}`);
+  td.colSpan = 10;
+  const action = cell("what", "");
+  action.append(button);
+  const tr = document.createElement("tr");
+  tr.append(td, action);
+  return tr;
+}
+
+async function stages() {
+  const { stages: all } = await ask("stages");
+  const now = Date.now();
+  const done = new Map();
+  const rows = [];
+  for (const stage of all) {
+    const name = JSON.stringify([stage.entity, stage.stage]);
+    const last = lastDone.get(name);
+    // It is counted every second.
+    const isOld = last === undefined || now - last.at >= 1000;
+    done.set(name, isOld ? { at: now, done: stage.done, rate: last && (stage.done - last.done) / (now - last.at) * 1000 } : last);
+    rows.push(stageRow(stage, done.get(name).rate));
+    if (stage.parked > 0) {
+      const query = `parked=true&limit=${TROUBLES}&stage=${encodeURIComponent(stage.stage)}`;
+      const { records } = await ask(`stages/${encodeURIComponent(stage.entity)}?${query}`);
+      rows.push(...records.map((record) => parkedRow(stage.entity, record)));
+    }
+  }
+  lastDone = done;
+  // Programs elsewhere work on them: nothing here says when they change.
+  working = all.length > 0;
+  const section = document.getElementById("stages");
+  const focused = document.activeElement?.dataset.retry;
+  section.hidden = all.length === 0;
+  section.querySelector("tbody").replaceChildren(...rows);
+  if (focused !== undefined) section.querySelector(`button[data-retry="${CSS.escape(focused)}"]`)?.focus();
+}
+
+document.getElementById("stages").addEventListener("click", async ({ target }) => {
+  const record = target.dataset.retry;
+  if (record === undefined) return;
+  target.disabled = true; // until the row is drawn again
+  await fetch(`api/v1/stages/${record}/retry`, { method: "POST" }).catch(() => {});
   stale = true;
 });
 
@@ -184,7 +255,7 @@ async function follow() {
 let ticks = 0;
 setInterval(() => {
   ticks += 1;
-  if (!document.hidden && (stale || busy || ticks % 5 === 0)) {
+  if (!document.hidden && (stale || busy || working || ticks % 5 === 0)) {
     stale = false;
     overview().catch(() => {});
   }

@@ -30,7 +30,7 @@ const BODY: usize = 2 << 20;
 pub struct Api {
     pub(crate) store: Store,
     pub(crate) watchers: BTreeMap<String, Watched>,
-    pub(crate) stages: Option<Arc<dyn Stages>>,
+    pub(crate) stages: Option<Arc<Stages>>,
     pub(crate) ending: CancellationToken,
     pub(crate) limits: Limits,
 }
@@ -99,7 +99,7 @@ impl Api {
     /// The same with the queues of a database's stages.
     #[must_use]
     pub fn stages(mut self, records: impl vedetta_stage::Records) -> Self {
-        self.stages = Some(Arc::new(records));
+        self.stages = Some(Arc::new(Stages::new(records)));
         self
     }
 
@@ -123,7 +123,7 @@ impl Api {
 pub(crate) struct Context {
     pub(crate) store: Store,
     pub(crate) watchers: Arc<BTreeMap<String, Watched>>,
-    pub(crate) stages: Option<Arc<dyn Stages>>,
+    pub(crate) stages: Option<Arc<Stages>>,
     pub(crate) ending: CancellationToken,
     pub(crate) limits: Arc<Limits>,
     pub(crate) stop: CancellationToken,

@@ -2,6 +2,7 @@
 
 use std::future::Future;
 use std::pin::Pin;
+use std::time::Duration;
 
 use axum::extract::{Path, State};
 use axum::http::StatusCode;
@@ -9,6 +10,8 @@ use axum::response::{IntoResponse as _, Response};
 use base64::Engine as _;
 use base64::prelude::BASE64_URL_SAFE_NO_PAD;
 use serde::{Deserialize, Serialize};
+use tokio::sync::Mutex;
+use tokio::time::Instant;
 use vedetta_stage::{LaneCounts, Page, Record, Records, StageError, Which};
 
 use crate::api::Context;
@@ -16,8 +19,44 @@ use crate::error::ApiError;
 use crate::input::Query;
 use crate::json::{Json, millis};
 
+/// The queues that are shown.
+pub(crate) struct Stages {
+    queues: Box<dyn Queues>,
+    counted: Mutex<Option<Counted>>,
+}
+
+/// To count is to look at every record.
+struct Counted {
+    at: Instant,
+    took: Duration,
+    lanes: Vec<LaneCounts>,
+}
+
+impl Stages {
+    pub(crate) fn new(records: impl Records) -> Self {
+        Self { queues: Box::new(records), counted: Mutex::new(None) }
+    }
+
+    /// What is in the queues; counted again only when that was a while ago: long enough that counting,
+    /// however many ask, takes a twentieth of the time at most.
+    async fn counts(&self) -> Result<Vec<LaneCounts>, StageError> {
+        const FRESH: Duration = Duration::from_millis(250);
+        let mut counted = self.counted.lock().await;
+        if let Some(counted) = &*counted
+            && counted.at.elapsed() < FRESH.max(20 * counted.took)
+        {
+            return Ok(counted.lanes.clone());
+        }
+        let began = Instant::now();
+        let lanes = self.queues.counts().await?;
+        let now = Instant::now();
+        *counted = Some(Counted { at: now, took: now - began, lanes: lanes.clone() });
+        Ok(lanes)
+    }
+}
+
 /// The queues of some database.
-pub(crate) trait Stages: Send + Sync {
+trait Queues: Send + Sync {
     fn counts(&self) -> Answer<'_, Vec<LaneCounts>>;
     fn list<'a>(&'a self, entity: &'a str, which: &'a Which, limit: u32) -> Answer<'a, Page>;
     fn retry<'a>(&'a self, entity: &'a str, stage: &'a str, id: &'a str) -> Answer<'a, bool>;
@@ -25,7 +64,7 @@ pub(crate) trait Stages: Send + Sync {
 
 type Answer<'a, T> = Pin<Box<dyn Future<Output = Result<T, StageError>> + Send + 'a>>;
 
-impl<R: Records> Stages for R {
+impl<R: Records> Queues for R {
     fn counts(&self) -> Answer<'_, Vec<LaneCounts>> {
         Box::pin(Records::counts(self))
     }
@@ -161,11 +200,11 @@ impl Cursor {
 }
 
 /// The queues, if there are any of this entity.
-async fn queues<'c>(context: &'c Context, entity: &str) -> Result<&'c dyn Stages, ApiError> {
+async fn queues<'c>(context: &'c Context, entity: &str) -> Result<&'c dyn Queues, ApiError> {
     if let Some(stages) = &context.stages
         && stages.counts().await?.iter().any(|lane| lane.entity == entity)
     {
-        return Ok(&**stages);
+        return Ok(&*stages.queues);
     }
     Err(ApiError::not_found(format!("there are no stages of {entity:?}"))
         .hint("GET /api/v1/stages lists those that there are"))
