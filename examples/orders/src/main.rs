@@ -1,0 +1,205 @@
+//! Orders carried through payment, packing and shipping, with retries and a timer: on the embedded file by
+//! default, on PostgreSQL by a URL.
+//!
+//! ```text
+//! cargo run --release -p orders                                        place 20 orders and deliver them
+//! cargo run --release -p orders -- --database postgres://… place 1000  place some more, on PostgreSQL
+//! cargo run --release -p orders -- --database postgres://… work        work on them, until Ctrl-C
+//! ```
+
+mod order;
+mod postgres;
+mod sqlite;
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use clap::Parser;
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+use vedetta::dashboard::{self, Api};
+use vedetta::db::postgres::Postgres;
+use vedetta::db::{DataFolder, Db, Options};
+use vedetta::kv::{self, Store};
+use vedetta::stage::{self, Backend, Entities, Processing, Processor, Records, SYSTEM};
+
+use order::{Order, Packing, Payment, Shipping, State};
+
+/// How long what runs may take when it is to end.
+const GRACE: Duration = Duration::from_secs(10);
+
+/// Carries orders through payment, packing and shipping.
+#[derive(Debug, Parser)]
+struct Args {
+    /// The folder for everything that is kept here
+    #[arg(long, default_value = "orders-data")]
+    data: PathBuf,
+    /// Where the orders are, if not in that folder: the URL of a PostgreSQL
+    #[arg(long, env = "ORDERS_DATABASE")]
+    database: Option<String>,
+    /// Where to serve the page and the API for `vedetta stage`; port 0 takes a free one
+    #[arg(long, default_value = "127.0.0.1:7171")]
+    http: SocketAddr,
+    /// How long a parcel travels, in milliseconds
+    #[arg(long, default_value_t = 1000)]
+    travels: u64,
+    /// Who works on an order and is not heard of for so long, in milliseconds, loses it to others
+    #[arg(long, default_value_t = 30_000)]
+    lease: u64,
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Command {
+    /// Place orders
+    Place {
+        /// How many
+        count: usize,
+    },
+    /// Work on orders until Ctrl-C
+    Work,
+    /// Tell how many orders are in each state
+    Show,
+}
+
+/// One of the two databases, with the orders in it.
+enum Shop {
+    Sqlite(Db, Entities<Order, stage::sqlite::Records, sqlite::Orders>),
+    Postgres(Postgres, Entities<Order, stage::postgres::Records, postgres::Orders>),
+}
+
+impl Shop {
+    async fn place(&self, count: usize) -> anyhow::Result<()> {
+        // One in twenty costs more than any card has.
+        let cents = (1..=count).map(|n| if n % 20 == 0 { 200_000 } else { 4_200 }).collect();
+        match self {
+            Self::Sqlite(db, orders) => sqlite::place(db, orders.clone(), cents).await,
+            Self::Postgres(db, orders) => postgres::place(db, orders, cents).await,
+        }
+    }
+
+    async fn count(&self) -> anyhow::Result<Vec<(String, i64)>> {
+        match self {
+            Self::Sqlite(db, _) => sqlite::count(db).await,
+            Self::Postgres(db, _) => postgres::count(db).await,
+        }
+    }
+
+    async fn show(&self) -> anyhow::Result<()> {
+        let counts = self.count().await?;
+        let of = |name: &str| counts.iter().find(|(state, _)| state == name).map_or(0, |(_, n)| *n);
+        let line: Vec<String> =
+            State::ALL.iter().map(|(_, name)| format!("{} {name}", of(name))).collect();
+        println!("{}", line.join(", "));
+        Ok(())
+    }
+
+    async fn work(&self, travels: Duration, lease: Duration) -> anyhow::Result<Processing> {
+        async fn start(
+            orders: impl Backend<Order>,
+            travels: Duration,
+            lease: Duration,
+        ) -> anyhow::Result<Processing> {
+            let processor = Processor::new(orders).lease(lease).stage(Payment).stage(Packing);
+            Ok(processor.stage(Shipping { travels }).start().await?)
+        }
+        match self {
+            Self::Sqlite(_, orders) => start(orders.clone(), travels, lease).await,
+            Self::Postgres(_, orders) => start(orders.clone(), travels, lease).await,
+        }
+    }
+
+    /// Whether nothing is left to do but what was set aside.
+    async fn is_at_rest(&self) -> anyhow::Result<bool> {
+        let lanes = match self {
+            Self::Sqlite(_, orders) => orders.records().counts().await?,
+            Self::Postgres(_, orders) => orders.records().counts().await?,
+        };
+        Ok(lanes.iter().all(|lane| lane.records == lane.parked))
+    }
+}
+
+#[tokio::main]
+async fn main() -> anyhow::Result<()> {
+    tracing_subscriber::fmt().with_writer(std::io::stderr).init();
+    let args = Args::parse();
+    let folder = DataFolder::open(&args.data)?;
+    let schemas = [kv::SCHEMA, stage::sqlite::SCHEMA, sqlite::SCHEMA];
+    let db = Db::open(&Options::new(folder.database()), &schemas)?;
+    let store = Store::open(db.clone(), kv::Options::default()).await?;
+    let api = Api::new(store.clone());
+    let (shop, api) = match &args.database {
+        None => {
+            let records = stage::sqlite::Records::open(db.clone()).await?;
+            let orders = Entities::new(records.clone(), "order", sqlite::Orders).await?;
+            (Shop::Sqlite(db, orders), api.stages(records))
+        }
+        Some(url) => {
+            let schemas = [stage::postgres::SCHEMA, postgres::SCHEMA];
+            let postgres = Postgres::open(url, &schemas).await?;
+            let records = stage::postgres::Records::new(postgres.clone());
+            let orders = Entities::new(records.clone(), "order", postgres::Orders).await?;
+            (Shop::Postgres(postgres, orders), api.stages(records))
+        }
+    };
+    match args.command {
+        Some(Command::Place { count }) => {
+            shop.place(count).await?;
+            println!("placed {count} orders");
+        }
+        Some(Command::Show) => shop.show().await?,
+        command => {
+            let times = (Duration::from_millis(args.travels), Duration::from_millis(args.lease));
+            work(&shop, api, args.http, times, command.is_some()).await?;
+        }
+    }
+    store.close().await;
+    Ok(())
+}
+
+/// Works until Ctrl-C or, unless it is to stay, until all orders are where they can go.
+async fn work(
+    shop: &Shop,
+    api: Api,
+    http: SocketAddr,
+    (travels, lease): (Duration, Duration),
+    stays: bool,
+) -> anyhow::Result<()> {
+    let listener =
+        TcpListener::bind(http).await.with_context(|| format!("cannot listen on {http}"))?;
+    println!("page  http://{}/", listener.local_addr()?);
+    let ending = CancellationToken::new();
+    let serving = tokio::spawn(dashboard::serve(listener, api, ending.clone()));
+    if !stays {
+        shop.place(20).await?;
+    }
+    let processing = shop.work(travels, lease).await?;
+    println!("ready");
+    let done = async {
+        loop {
+            tokio::time::sleep(Duration::from_millis(500)).await;
+            shop.show().await?;
+            if !stays && shop.is_at_rest().await? {
+                return anyhow::Ok(());
+            }
+        }
+    };
+    tokio::select! {
+        done = done => done?,
+        _ = tokio::signal::ctrl_c() => {}
+    }
+    for stage in processing.status().into_iter().filter(|stage| stage.stage != SYSTEM) {
+        let flow = stage.pull.flow;
+        println!(
+            "{}: {} done, {} failed, {} set aside",
+            stage.stage, flow.done, flow.failed, flow.parked
+        );
+    }
+    processing.stop(GRACE).await;
+    ending.cancel();
+    serving.await?;
+    Ok(())
+}
