@@ -5,14 +5,15 @@ mod suite;
 
 use std::sync::{Arc, Weak};
 
-use suite::{ORDERS, Order, OrderId, World};
+use suite::{Ask, HOUR, ORDERS, Order, OrderId, Step, World, eventually, held, status};
 use testing::postgres::Server;
 use tokio::sync::Mutex;
+use vedetta_core::queue::Settled;
 use vedetta_db::Schema;
 use vedetta_db::postgres::tokio_postgres::Error;
 use vedetta_db::postgres::{GenericClient, Postgres, Transaction};
 use vedetta_stage::postgres::{Records, SCHEMA, Table};
-use vedetta_stage::{BoxError, Entities, Version};
+use vedetta_stage::{BoxError, Entities, Fate, Records as _, SYSTEM, Version};
 
 suite!(crate::Pg);
 
@@ -157,4 +158,105 @@ impl World for Pg {
     async fn mend(&self, id: i64) {
         self.execute("UPDATE orders SET state = 'mended' WHERE id = $1", id).await;
     }
+}
+
+/// Waits until somebody in this database waits for a lock.
+async fn somebody_waits(world: &Pg) {
+    let sql = "SELECT count(*) FROM pg_stat_activity
+               WHERE datname = current_database() AND wait_event_type = 'Lock'";
+    let client = world.db().client().await.unwrap();
+    eventually("somebody waits for a lock", async || {
+        client.query_one(sql, &[]).await.unwrap().get::<_, i64>(0) > 0
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_save_waits_for_who_has_the_order_and_is_a_conflict_if_they_changed_it() {
+    for is_committed in [true, false] {
+        let world = Pg::new().await;
+        let neighbour = world.neighbour().await;
+        let (step, mut runs) = held(Step::new("packing").wants(|order| order.state != "packed"));
+        let processing = world.process([step]).await;
+        world.order(1).await;
+        let run = runs.next().await;
+
+        let mut client = neighbour.db().client().await.unwrap();
+        let theirs = client.transaction().await.unwrap();
+        let mut order = Orders.load(&theirs, &[OrderId(1)]).await.unwrap().remove(0);
+        order.marks.push("theirs".into());
+        order.version = order.version.next();
+        assert!(Orders.save(&theirs, &order, Version(1)).await.unwrap());
+        run.makes("packed");
+        somebody_waits(&neighbour).await;
+        if is_committed {
+            order.version = Version(1);
+            neighbour.orders.entity_updated(&theirs, &mut order).await.unwrap();
+            theirs.commit().await.unwrap();
+            let run = runs.next().await;
+            assert_eq!((run.order.version, run.order.marks.len()), (Version(2), 1));
+            assert_eq!(status(&processing, "packing").conflicts, 1);
+            run.makes("packed");
+        } else {
+            theirs.rollback().await.unwrap();
+        }
+        eventually("it is saved", async || world.get(1).await.state == "packed").await;
+        world.rests_leaving(&mut runs).await;
+        assert_eq!(world.get(1).await.marks.len(), usize::from(is_committed));
+        assert_eq!(status(&processing, "packing").conflicts, u64::from(is_committed));
+    }
+}
+
+#[tokio::test]
+async fn a_removal_waits_for_who_writes_to_the_record_and_is_none_if_they_did() {
+    for is_committed in [true, false] {
+        let world = Pg::new().await;
+        let neighbour = world.neighbour().await;
+        world.order(1).await;
+        let records = world.records();
+        let lane = records.lane(ORDERS, SYSTEM).await.unwrap();
+        let claim = records.claim(lane, &[0], 1, HOUR).await.unwrap().claims.remove(0);
+
+        let mut client = neighbour.db().client().await.unwrap();
+        let theirs = client.transaction().await.unwrap();
+        let mut order = Orders.load(&theirs, &[OrderId(1)]).await.unwrap().remove(0);
+        neighbour.orders.entity_updated(&theirs, &mut order).await.unwrap();
+        assert!(Orders.save(&theirs, &order, Version(1)).await.unwrap());
+        let ends = [(claim, Fate::Gone)];
+        let (settled, ()) = tokio::join!(records.settle(lane, &ends), async {
+            somebody_waits(&neighbour).await;
+            if is_committed {
+                theirs.commit().await.unwrap();
+            } else {
+                theirs.rollback().await.unwrap();
+            }
+        });
+        let settled = settled.unwrap();
+        let left = world.counts(SYSTEM).await;
+        if is_committed {
+            assert_eq!(settled, [Settled::Again(std::time::Duration::ZERO)]);
+            assert_eq!((left.records, left.due), (1, 1));
+        } else {
+            assert_eq!(settled, [Settled::Gone]);
+            assert_eq!(left.records, 0);
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_claim_passes_over_what_somebody_writes_to_and_takes_the_rest() {
+    let world = Pg::new().await;
+    let neighbour = world.neighbour().await;
+    world.create(vec![Order::new(1), Order::new(2)]).await.unwrap();
+    let records = world.records();
+    let lane = records.lane(ORDERS, SYSTEM).await.unwrap();
+    let mut client = neighbour.db().client().await.unwrap();
+    let theirs = client.transaction().await.unwrap();
+    let mut order = Orders.load(&theirs, &[OrderId(1)]).await.unwrap().remove(0);
+    neighbour.orders.entity_updated(&theirs, &mut order).await.unwrap();
+    let claimed = records.claim(lane, &[0], 9, HOUR).await.unwrap();
+    assert_eq!(suite::ids(&claimed.claims), ["order-2"]);
+    theirs.commit().await.unwrap();
+    let claimed = records.claim(lane, &[0], 9, HOUR).await.unwrap();
+    assert_eq!(suite::ids(&claimed.claims), ["order-1"]);
 }

@@ -7,16 +7,18 @@
 pub mod entities;
 pub mod faults;
 pub mod flow;
+pub mod model;
 
 pub mod queues;
 mod stages;
+pub mod story;
 
 use std::fmt;
 use std::future::Future;
 use std::str::FromStr;
 use std::time::Duration;
 
-pub use stages::{Step, held};
+pub use stages::{Held, Step, held};
 use testing::soon;
 use vedetta_stage::{
     Backend, BoxError, Claim, Entity, LaneCounts, Processing, Processor, Record, Records,
@@ -193,6 +195,18 @@ pub trait Ask: World {
         .await;
     }
 
+    /// The same, while runs that were wanted once more leave the order as it is.
+    async fn rests_leaving(&self, runs: &mut Held) {
+        eventually("everything rests", async || {
+            while let Some(run) = runs.pending() {
+                run.leaves();
+            }
+            let counts = self.records().counts().await.unwrap();
+            counts.iter().all(|lane| lane.records == 0)
+        })
+        .await;
+    }
+
     /// Works without delay.
     fn processor(&self) -> Processor<Order, Self::Orders> {
         quick(self.orders().clone())
@@ -245,6 +259,26 @@ pub fn about(due_in: Option<Duration>, full: Duration) -> bool {
     due_in.is_some_and(|due_in| {
         due_in <= full + Duration::from_millis(2) && due_in + Duration::from_secs(300) >= full
     })
+}
+
+/// Which seeds to try: `count` unless `STAGE_SEED` names one, or `STAGE_SEEDS` says how many.
+pub fn seeds(count: u64) -> Vec<u64> {
+    let asked = |name| std::env::var(name).ok().map(|text| text.parse().expect("a number"));
+    match asked("STAGE_SEED") {
+        Some(seed) => vec![seed],
+        None => (0..asked("STAGE_SEEDS").unwrap_or(count)).collect(),
+    }
+}
+
+/// Named when something fails.
+pub struct Seed(pub u64);
+
+impl Drop for Seed {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("to see it again: STAGE_SEED={}", self.0);
+        }
+    }
 }
 
 /// All tests, for a world.
@@ -327,6 +361,12 @@ macro_rules! suite {
                 what_a_dropped_processor_held_comes_back_when_its_lease_is_over
                 nothing_is_lost_when_the_process_ends
                 a_run_whose_lease_is_lost_is_ended_and_saves_nothing
+            }
+            model {
+                random_calls_of_the_queues_are_answered_as_a_small_model_says
+            }
+            story {
+                whatever_happens_every_order_comes_to_rest_and_no_change_is_lost
             }
         }
     };
