@@ -471,12 +471,11 @@ impl crate::record::Records for Records {
         let client = self.db.client().await?;
         let sql = "
             SELECT entity, stage, count(r.lane),
-                   count(*) FILTER (WHERE due_at <= now() AND held_until IS NULL),
-                   count(held_until),
+                   count(*) FILTER (WHERE due_at <= now()),
+                   count(*) FILTER (WHERE held_until > now()),
                    count(*) FILTER (WHERE failures > 0 AND due_at IS NOT NULL),
                    count(r.lane) - count(due_at),
-                   extract(epoch FROM now() - min(due_at)
-                       FILTER (WHERE due_at <= now() AND held_until IS NULL))::float8,
+                   extract(epoch FROM now() - min(due_at) FILTER (WHERE due_at <= now()))::float8,
                    done, failed, conflicts
             FROM vedetta_stage_lane l LEFT JOIN vedetta_stage_record r USING (lane)
             GROUP BY l.lane, entity, stage ORDER BY entity COLLATE \"C\", stage COLLATE \"C\"";

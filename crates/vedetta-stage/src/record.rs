@@ -237,8 +237,9 @@ pub(crate) fn shard(id: &str, count: u16) -> u16 {
     let hash = id.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
     });
-    // The upper half is the better mixed.
-    u16::try_from((hash >> 32) % u64::from(count.max(1))).expect("less than the count")
+    // Ids differ in their last characters most of all, and those have not reached every bit yet.
+    let mixed = (hash ^ (hash >> 32)).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+    u16::try_from(mixed % u64::from(count.max(1))).expect("less than the count")
 }
 
 /// As much of an error as is kept.

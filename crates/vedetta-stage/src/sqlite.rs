@@ -471,11 +471,11 @@ impl crate::record::Records for Records {
         let counts = self.db.read(move |db| {
             let sql = "
                 SELECT entity, stage, count(r.lane),
-                       count(*) FILTER (WHERE due_at <= ?1 AND held_until IS NULL),
-                       count(held_until),
+                       count(*) FILTER (WHERE due_at <= ?1),
+                       count(*) FILTER (WHERE held_until > ?1),
                        count(*) FILTER (WHERE failures > 0 AND due_at IS NOT NULL),
                        count(r.lane) - count(due_at),
-                       min(due_at) FILTER (WHERE due_at <= ?1 AND held_until IS NULL),
+                       min(due_at) FILTER (WHERE due_at <= ?1),
                        done, failed, conflicts
                 FROM stage_lane LEFT JOIN stage_record r USING (lane)
                 GROUP BY lane ORDER BY entity, stage";
@@ -514,7 +514,8 @@ impl crate::record::Records for Records {
                       AND (NOT ?4 OR due_at IS NULL) AND (stage, id) > (?5, ?6)
                 ORDER BY stage, id LIMIT ?7";
             let mut list = db.prepare(sql)?;
-            let wanted = params![entity, which.stage, which.id, which.parked, stage, id, limit + 1];
+            let one_more = i64::from(limit) + 1;
+            let wanted = params![entity, which.stage, which.id, which.parked, stage, id, one_more];
             let rows = list.query_map(wanted, |row| {
                 let (due, held): (Option<i64>, Option<i64>) = (row.get(2)?, row.get(3)?);
                 let is_held = held.is_some_and(|until| until > now);

@@ -1,0 +1,262 @@
+//! Stages on PostgreSQL.
+
+#[macro_use]
+mod suite;
+
+use std::sync::{Arc, Weak};
+
+use suite::{Ask, HOUR, ORDERS, Order, OrderId, Step, World, eventually, held, status};
+use testing::postgres::Server;
+use tokio::sync::Mutex;
+use vedetta_core::queue::Settled;
+use vedetta_db::Schema;
+use vedetta_db::postgres::tokio_postgres::Error;
+use vedetta_db::postgres::{GenericClient, Postgres, Transaction};
+use vedetta_stage::postgres::{Records, SCHEMA, Table};
+use vedetta_stage::{BoxError, Entities, Fate, Records as _, SYSTEM, Version};
+
+suite!(crate::Pg);
+
+const SHOP: Schema = Schema {
+    component: "shop",
+    steps: &["CREATE TABLE orders (
+        id bigint PRIMARY KEY, version bigint NOT NULL, marks text NOT NULL,
+        state text CHECK (state <> 'forbidden')
+    )"],
+};
+
+struct Orders;
+
+impl Table<Order> for Orders {
+    async fn load(&self, db: &impl GenericClient, ids: &[OrderId]) -> Result<Vec<Order>, Error> {
+        let sql = "SELECT id, version, state, marks FROM orders WHERE id = ANY ($1)";
+        let ids: Vec<i64> = ids.iter().map(|id| id.0).collect();
+        let rows = db.query(&db.prepare_cached(sql).await?, &[&ids]).await?;
+        rows.iter()
+            .map(|row| {
+                Ok(Order {
+                    id: row.try_get(0)?,
+                    version: Version(row.try_get(1)?),
+                    state: row.try_get(2)?,
+                    marks: Order::marks_of_text(row.try_get(3)?),
+                })
+            })
+            .collect()
+    }
+
+    async fn save(
+        &self,
+        tx: &Transaction<'_>,
+        order: &Order,
+        read: Version,
+    ) -> Result<bool, Error> {
+        let sql = "UPDATE orders SET version = $1, state = $2, marks = $3
+                   WHERE id = $4 AND version = $5";
+        let Order { id, version, state, .. } = order;
+        let save = tx.prepare_cached(sql).await?;
+        let marks = order.marks_as_text();
+        Ok(tx.execute(&save, &[&version.0, state, &marks, id, &read.0]).await? == 1)
+    }
+}
+
+struct Pg {
+    server: Arc<Server>,
+    url: String,
+    orders: Entities<Order, Records, Orders>,
+}
+
+/// One server for all tests that run at the same time.
+static SERVER: Mutex<Weak<Server>> = Mutex::const_new(Weak::new());
+
+impl Pg {
+    async fn open(server: Arc<Server>, url: String) -> Self {
+        let db = Postgres::open_with(&url, 6, &[SCHEMA, SHOP]).await.unwrap();
+        let orders = Entities::new(Records::new(db), ORDERS, Orders).await.unwrap();
+        Self { server, url, orders }
+    }
+
+    fn db(&self) -> &Postgres {
+        use vedetta_stage::Backend as _;
+        self.orders.records().db()
+    }
+
+    async fn execute(&self, sql: &str, id: i64) {
+        self.db().client().await.unwrap().execute(sql, &[&id]).await.unwrap();
+    }
+}
+
+impl World for Pg {
+    type Records = Records;
+    type Orders = Entities<Order, Records, Orders>;
+
+    async fn new() -> Self {
+        let mut shared = SERVER.lock().await;
+        let server = match shared.upgrade() {
+            Some(server) => server,
+            None => {
+                let server = Arc::new(Server::start().await);
+                *shared = Arc::downgrade(&server);
+                server
+            }
+        };
+        drop(shared);
+        let url = server.database().await;
+        Self::open(server, url).await
+    }
+
+    async fn neighbour(&self) -> Self {
+        Self::open(Arc::clone(&self.server), self.url.clone()).await
+    }
+
+    async fn reopened(self) -> Self {
+        let Self { server, url, orders } = self;
+        drop(orders);
+        Self::open(server, url).await
+    }
+
+    fn orders(&self) -> &Self::Orders {
+        &self.orders
+    }
+
+    fn sharded(&self, shards: u16) -> Self::Orders {
+        self.orders.clone().sharded(shards)
+    }
+
+    async fn create(&self, mut new: Vec<Order>) -> Result<(), BoxError> {
+        let mut client = self.db().client().await?;
+        let tx = client.transaction().await?;
+        self.orders.entities_updated(&tx, &mut new).await?;
+        let sql = "INSERT INTO orders (id, version, state, marks) VALUES ($1, $2, $3, $4)";
+        for order in &new {
+            let Order { id, version, state, .. } = order;
+            tx.execute(sql, &[id, &version.0, state, &order.marks_as_text()]).await?;
+        }
+        Ok(tx.commit().await?)
+    }
+
+    async fn change(
+        &self,
+        id: i64,
+        change: impl Fn(&mut Order) + Clone + Send + Sync + 'static,
+    ) -> Result<Option<Order>, BoxError> {
+        Ok(self.orders.update(&OrderId(id), change).await?)
+    }
+
+    async fn read(&self, id: i64) -> Option<Order> {
+        let client = self.db().client().await.unwrap();
+        Orders.load(&client, &[OrderId(id)]).await.unwrap().pop()
+    }
+
+    async fn delete(&self, id: i64) {
+        self.execute("DELETE FROM orders WHERE id = $1", id).await;
+    }
+
+    async fn spoil(&self, id: i64) {
+        self.execute("UPDATE orders SET state = NULL WHERE id = $1", id).await;
+    }
+
+    async fn mend(&self, id: i64) {
+        self.execute("UPDATE orders SET state = 'mended' WHERE id = $1", id).await;
+    }
+}
+
+/// Waits until somebody in this database waits for a lock.
+async fn somebody_waits(world: &Pg) {
+    let sql = "SELECT count(*) FROM pg_stat_activity
+               WHERE datname = current_database() AND wait_event_type = 'Lock'";
+    let client = world.db().client().await.unwrap();
+    eventually("somebody waits for a lock", async || {
+        client.query_one(sql, &[]).await.unwrap().get::<_, i64>(0) > 0
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_save_waits_for_who_has_the_order_and_is_a_conflict_if_they_changed_it() {
+    for is_committed in [true, false] {
+        let world = Pg::new().await;
+        let neighbour = world.neighbour().await;
+        let (step, mut runs) = held(Step::new("packing").wants(|order| order.state != "packed"));
+        let processing = world.process([step]).await;
+        world.order(1).await;
+        let run = runs.next().await;
+
+        let mut client = neighbour.db().client().await.unwrap();
+        let theirs = client.transaction().await.unwrap();
+        let mut order = Orders.load(&theirs, &[OrderId(1)]).await.unwrap().remove(0);
+        order.marks.push("theirs".into());
+        order.version = order.version.next();
+        assert!(Orders.save(&theirs, &order, Version(1)).await.unwrap());
+        run.makes("packed");
+        somebody_waits(&neighbour).await;
+        if is_committed {
+            order.version = Version(1);
+            neighbour.orders.entity_updated(&theirs, &mut order).await.unwrap();
+            theirs.commit().await.unwrap();
+            let run = runs.next().await;
+            assert_eq!((run.order.version, run.order.marks.len()), (Version(2), 1));
+            assert_eq!(status(&processing, "packing").conflicts, 1);
+            run.makes("packed");
+        } else {
+            theirs.rollback().await.unwrap();
+        }
+        eventually("it is saved", async || world.get(1).await.state == "packed").await;
+        world.rests_leaving(&mut runs).await;
+        assert_eq!(world.get(1).await.marks.len(), usize::from(is_committed));
+        assert_eq!(status(&processing, "packing").conflicts, u64::from(is_committed));
+    }
+}
+
+#[tokio::test]
+async fn a_removal_waits_for_who_writes_to_the_record_and_is_none_if_they_did() {
+    for is_committed in [true, false] {
+        let world = Pg::new().await;
+        let neighbour = world.neighbour().await;
+        world.order(1).await;
+        let records = world.records();
+        let lane = records.lane(ORDERS, SYSTEM).await.unwrap();
+        let claim = records.claim(lane, &[0], 1, HOUR).await.unwrap().claims.remove(0);
+
+        let mut client = neighbour.db().client().await.unwrap();
+        let theirs = client.transaction().await.unwrap();
+        let mut order = Orders.load(&theirs, &[OrderId(1)]).await.unwrap().remove(0);
+        neighbour.orders.entity_updated(&theirs, &mut order).await.unwrap();
+        assert!(Orders.save(&theirs, &order, Version(1)).await.unwrap());
+        let ends = [(claim, Fate::Gone)];
+        let (settled, ()) = tokio::join!(records.settle(lane, &ends), async {
+            somebody_waits(&neighbour).await;
+            if is_committed {
+                theirs.commit().await.unwrap();
+            } else {
+                theirs.rollback().await.unwrap();
+            }
+        });
+        let settled = settled.unwrap();
+        let left = world.counts(SYSTEM).await;
+        if is_committed {
+            assert_eq!(settled, [Settled::Again(std::time::Duration::ZERO)]);
+            assert_eq!((left.records, left.due), (1, 1));
+        } else {
+            assert_eq!(settled, [Settled::Gone]);
+            assert_eq!(left.records, 0);
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_claim_passes_over_what_somebody_writes_to_and_takes_the_rest() {
+    let world = Pg::new().await;
+    let neighbour = world.neighbour().await;
+    world.create(vec![Order::new(1), Order::new(2)]).await.unwrap();
+    let records = world.records();
+    let lane = records.lane(ORDERS, SYSTEM).await.unwrap();
+    let mut client = neighbour.db().client().await.unwrap();
+    let theirs = client.transaction().await.unwrap();
+    let mut order = Orders.load(&theirs, &[OrderId(1)]).await.unwrap().remove(0);
+    neighbour.orders.entity_updated(&theirs, &mut order).await.unwrap();
+    let claimed = records.claim(lane, &[0], 9, HOUR).await.unwrap();
+    assert_eq!(suite::ids(&claimed.claims), ["order-2"]);
+    theirs.commit().await.unwrap();
+    let claimed = records.claim(lane, &[0], 9, HOUR).await.unwrap();
+    assert_eq!(suite::ids(&claimed.claims), ["order-1"]);
+}

@@ -1,0 +1,148 @@
+//! Random lives of orders: changes from all sides, stages that fail, panic and dawdle, processors that are
+//! dropped at any moment. In the end every order is at rest, and nothing that was done to it is missing.
+//!
+//! `STAGE_SEED` for one seed, `STAGE_SEEDS` for so many: a failure names its own.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use fastrand::Rng;
+use futures_util::future::join_all;
+use parking_lot::Mutex;
+use vedetta_stage::{BoxError, Processing, Records as _, Visit};
+
+use super::{Ask, HOUR, Order, Seed, Step, World, eventually, quick, seeds};
+
+const ORDERS: i64 = 8;
+const WRITERS: usize = 3;
+const CHANGES: usize = 12;
+
+/// Marks that writers made.
+fn changes(order: &Order) -> usize {
+    order.marks.iter().filter(|mark| mark.starts_with("change")).count()
+}
+
+/// The state an order is in once the system stage has seen its last change, and no sooner.
+fn tallied(order: &Order) -> String {
+    format!("tallied-{}", order.marks.len())
+}
+
+fn signature(order: &Order) -> String {
+    format!("signed-{}", changes(order) / 4)
+}
+
+/// Fails now and then.
+fn unreliable<F>(name: &str, rng: &Arc<Mutex<Rng>>, does: F) -> Step
+where
+    F: Fn(Order) -> Visit<Order> + Clone + Send + Sync + 'static,
+{
+    let rng = Arc::clone(rng);
+    Step::new(name).parallel(3).does(move |order| {
+        let (chance, wait) = {
+            let mut rng = rng.lock();
+            (rng.u8(..20), Duration::from_millis(rng.u64(..4)))
+        };
+        let does = does.clone();
+        async move {
+            tokio::time::sleep(wait).await;
+            match chance {
+                0 | 1 => Err(BoxError::from("it failed")),
+                2 => panic!("it panicked"),
+                _ => Ok(does(order)),
+            }
+        }
+    })
+}
+
+fn stages(rng: &Arc<Mutex<Rng>>) -> [Step; 3] {
+    let tally = unreliable("tally", rng, |order| {
+        let state = tallied(&order);
+        Visit::updated(order.is(&state))
+    });
+    let sign = unreliable("sign", rng, |order| {
+        let mark = signature(&order);
+        if order.marks.contains(&mark) {
+            Visit::untouched()
+        } else {
+            Visit::updated(order.marked(&mark))
+        }
+    });
+    let look = unreliable("look", rng, |_| Visit::untouched());
+    [
+        tally.wants(|order| order.state != tallied(order)),
+        sign.wants(|order| !order.marks.contains(&signature(order))),
+        look,
+    ]
+}
+
+async fn start<W: World>(world: &W, rng: &Arc<Mutex<Rng>>) -> Processing {
+    let processor = quick(world.sharded(4)).lease(Duration::from_millis(300));
+    let processor = stages(rng).into_iter().fold(processor, vedetta_stage::Processor::stage);
+    processor.start().await.unwrap()
+}
+
+async fn change_at_random<W: World>(world: &W, seed: u64, writer: usize, first: i64) {
+    let mut rng = Rng::with_seed(seed * 31 + writer as u64);
+    for n in 0..CHANGES {
+        let mark = format!("change-{writer}-{n}");
+        let id = first + rng.i64(0..ORDERS);
+        let changed = world.change(id, move |order| order.marks.push(mark.clone())).await;
+        changed.unwrap().expect("the order is there");
+        tokio::time::sleep(Duration::from_millis(rng.u64(..6))).await;
+    }
+}
+
+pub async fn whatever_happens_every_order_comes_to_rest_and_no_change_is_lost<W: World>() {
+    let world = W::new().await;
+    let neighbour = world.neighbour().await;
+    for seed in seeds(8) {
+        let told = Seed(seed);
+        let rng = Arc::new(Mutex::new(Rng::with_seed(seed)));
+        let first = i64::try_from(seed % 1_000_000).unwrap() * 100;
+        world.create((first..first + ORDERS).map(Order::new).collect()).await.unwrap();
+        let mut working = vec![start(&world, &rng).await, start(&neighbour, &rng).await];
+        let writers = (0..WRITERS).map(|writer| {
+            let who = if writer % 2 == 0 { &world } else { &neighbour };
+            change_at_random(who, seed, writer, first)
+        });
+        let accidents = async {
+            for _ in 0..6 {
+                let (wait, is_stopped) = {
+                    let mut rng = rng.lock();
+                    (rng.u64(2..25), rng.bool())
+                };
+                tokio::time::sleep(Duration::from_millis(wait)).await;
+                let one = working.remove(0);
+                if is_stopped {
+                    one.stop(Duration::ZERO).await;
+                } else {
+                    drop(one);
+                }
+                working.push(start(&world, &rng).await);
+            }
+        };
+        tokio::join!(join_all(writers), accidents);
+
+        eventually("everything is at rest", async || {
+            let counts = world.records().counts().await.unwrap();
+            assert!(counts.iter().all(|lane| lane.parked == 0), "{counts:?}");
+            counts.iter().all(|lane| lane.records == 0)
+        })
+        .await;
+        let mut found = 0;
+        for id in first..first + ORDERS {
+            let order = world.get(id).await;
+            assert_eq!(order.state, tallied(&order), "its last change was seen: {order:?}");
+            assert!(order.marks.contains(&signature(&order)), "{order:?}");
+            let once: HashSet<_> = order.marks.iter().collect();
+            assert_eq!(once.len(), order.marks.len(), "nothing was done twice: {order:?}");
+            found += changes(&order);
+        }
+        assert_eq!(found, WRITERS * CHANGES, "no change is lost");
+        for one in working {
+            assert_eq!(one.stop(HOUR).await, 0);
+        }
+        drop(told);
+    }
+}
