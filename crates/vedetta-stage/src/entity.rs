@@ -31,7 +31,7 @@ impl fmt::Display for Version {
 /// Something that goes through stages.
 pub trait Entity: Clone + Send + Sync + 'static {
     /// What tells it from the others; the text it is written as must give it back.
-    type Id: fmt::Display + FromStr<Err: fmt::Display> + Send + Sync + 'static;
+    type Id: Clone + fmt::Display + FromStr<Err: fmt::Display> + Send + Sync + 'static;
 
     /// Which one it is.
     fn id(&self) -> Self::Id;

@@ -671,23 +671,46 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
         id: &E::Id,
         change: impl Fn(&mut E) + Send + Sync,
     ) -> Result<Option<E>, StageError> {
+        Ok(self.update_all(std::slice::from_ref(id), change).await?.pop())
+    }
+
+    /// [`Self::update`] for many, with as few statements as [`Table::save_all`] takes. Those that exist. One
+    /// that somebody else saved meanwhile is done again, in a transaction of its own.
+    pub async fn update_all(
+        &self,
+        ids: &[E::Id],
+        change: impl Fn(&mut E) + Send + Sync,
+    ) -> Result<Vec<E>, StageError> {
+        let (mut left, mut updated) = (ids.to_vec(), Vec::with_capacity(ids.len()));
         let mut client = self.records.db.client().await?;
-        loop {
+        while !left.is_empty() {
             let tx = client.transaction().await?;
-            let ids = std::slice::from_ref(id);
-            let Some(mut entity) = self.table.load(&tx, ids).await?.pop() else { return Ok(None) };
-            let read = entity.version();
-            change(&mut entity);
-            entity.set_version(read.next());
-            if self.table.save(&tx, &entity, read).await? {
-                let (ids, news) = ([id.to_string()], self.records.bells.news(self.system));
-                self.visit_system(&tx, &ids, &news).await?;
-                tx.commit().await?;
-                self.records.bells.ring(self.system);
-                return Ok(Some(entity));
+            let mut changed: Vec<(E, Version)> = Vec::with_capacity(left.len());
+            for mut entity in self.table.load(&tx, &left).await? {
+                let read = entity.version();
+                change(&mut entity);
+                entity.set_version(read.next());
+                changed.push((entity, read));
             }
-            tx.rollback().await?;
+            changed.sort_by_cached_key(|(entity, _)| entity.id().to_string());
+            let saved = self.table.save_all(&tx, &changed).await?;
+            let (mut conflicts, mut told) = (Vec::new(), Vec::new());
+            for ((entity, _), saved) in changed.into_iter().zip(saved) {
+                if saved {
+                    told.push(entity.id().to_string());
+                    updated.push(entity);
+                } else {
+                    conflicts.push(entity.id());
+                }
+            }
+            if !told.is_empty() {
+                self.visit_system(&tx, &told, &self.records.bells.news(self.system)).await?;
+            }
+            tx.commit().await?;
+            self.records.bells.ring(self.system);
+            left = conflicts;
         }
+        Ok(updated)
     }
 
     /// Settles what saves nothing.

@@ -604,36 +604,40 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
         self.records.desk().enqueue(tx, self.system, &id, shard, Duration::ZERO)
     }
 
-    /// Reads the entity, has `change` change it, and saves it; again from the start if somebody else saved
-    /// it meanwhile. Nothing if there is no such entity.
+    /// Reads the entity, has `change` change it, and saves it. Nothing if there is no such entity.
     pub async fn update(
         &self,
         id: &E::Id,
-        change: impl Fn(&mut E) + Send + Clone + 'static,
+        change: impl Fn(&mut E) + Send + 'static,
     ) -> Result<Option<E>, StageError> {
-        let id = id.to_string();
-        let this = self.clone();
+        Ok(self.update_all(std::slice::from_ref(id), change).await?.pop())
+    }
+
+    /// [`Self::update`] for many: all of them in one closure, so all or none. Those that exist.
+    pub async fn update_all(
+        &self,
+        ids: &[E::Id],
+        change: impl Fn(&mut E) + Send + 'static,
+    ) -> Result<Vec<E>, StageError> {
+        let (this, ids) = (self.clone(), ids.to_vec());
         let update = move |tx: &Connection, _: &Desk| {
-            let ids = [parse::<E>(&id)?];
-            let Some(mut entity) = this.table.load(tx, &ids)?.pop() else { return Ok(None) };
-            let read = entity.version();
-            change(&mut entity);
-            entity.set_version(read);
-            this.entity_updated(tx, &mut entity)?;
-            // Nobody else writes while this closure does.
-            let saved = this.table.save(tx, &entity, read)?;
-            if saved { Ok(Some(entity)) } else { Err(unsaved(&id)) }
+            let mut entities = this.table.load(tx, &ids)?;
+            for entity in &mut entities {
+                let read = entity.version();
+                change(entity);
+                entity.set_version(read);
+                this.entity_updated(tx, entity)?;
+                // Nobody else writes while this closure does.
+                if !this.table.save(tx, entity, read)? {
+                    let id = entity.id();
+                    let why = format!("the table did not save {id} though its version was right");
+                    return Err(StageError::Failed(why.into()));
+                }
+            }
+            Ok(entities)
         };
         self.records.write(Purpose::Store, update).await
     }
-}
-
-fn parse<E: Entity>(id: &str) -> Result<E::Id, StageError> {
-    id.parse().map_err(|error| StageError::Failed(format!("the id {id:?}: {error}").into()))
-}
-
-fn unsaved(id: &str) -> StageError {
-    StageError::Failed(format!("the table did not save {id:?} though its version was right").into())
 }
 
 impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, Records, T> {
