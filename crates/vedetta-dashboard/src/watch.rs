@@ -236,6 +236,7 @@ mod tests {
             context: Context {
                 store: store.clone(),
                 watchers: Arc::default(),
+                stages: None,
                 ending: CancellationToken::new(),
                 limits: Arc::new(Limits::default()),
                 stop: CancellationToken::new(),

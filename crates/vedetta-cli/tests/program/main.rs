@@ -3,6 +3,7 @@
 mod backup;
 mod doctor;
 mod kv;
+mod stage;
 mod support;
 mod up;
 mod watcher;

@@ -48,9 +48,19 @@ impl Server {
 
     /// The same store, served again with a watcher of it.
     pub(crate) async fn serve_with(self, name: &str, watcher: vedetta_runtime::Handle) -> Self {
+        let api = Api::new(self.store.clone()).watcher(name, watcher);
+        self.serve(api).await
+    }
+
+    /// The same store, served again with stages.
+    pub(crate) async fn serve_stages(self, records: impl vedetta_stage::Records) -> Self {
+        let api = Api::new(self.store.clone()).stages(records);
+        self.serve(api).await
+    }
+
+    async fn serve(self, api: Api) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let api = Api::new(self.store.clone()).watcher(name, watcher);
         self.stop.cancel();
         let stop = CancellationToken::new();
         let serving = tokio::spawn(serve(listener, api, stop.clone()));
