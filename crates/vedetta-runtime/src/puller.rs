@@ -188,6 +188,8 @@ enum Look {
 /// Something taken and not settled.
 struct Holding<C, I> {
     claim: C,
+    /// The how manieth it was: its slot is another's once it is settled.
+    number: u64,
     /// Until it runs.
     item: Option<I>,
     cost: u32,
@@ -210,7 +212,7 @@ struct Settling<Q: Queue> {
 }
 
 struct Keeping {
-    slots: Vec<Slot>,
+    asked_for: Vec<(Slot, u64)>,
     asked: Instant,
     answer: Result<Vec<Kept>, QueueError>,
 }
@@ -391,8 +393,10 @@ where
         for handed in taken.items {
             let cost = handed.cost.clamp(1, capacity);
             cost_taken = cost_taken.saturating_add(cost);
+            self.flow.taken += 1;
             let index = self.held.insert(Holding {
                 claim: handed.claim,
+                number: self.flow.taken,
                 item: Some(handed.item),
                 cost,
                 sure_until: asked + self.options.lease,
@@ -402,7 +406,6 @@ where
             self.costs.resize(self.costs.len().max(index + 1), 0);
             self.costs[index] = cost;
             self.runner.offer(slot(index), now);
-            self.flow.taken += 1;
         }
         debug_assert!(cost_taken <= room.max(capacity), "a queue hands out what was asked for");
         self.load += cost_taken;
@@ -502,28 +505,29 @@ where
         let late: Vec<Slot> = late.map(|(index, _)| slot(index)).collect();
         late.into_iter().for_each(|slot| self.lost(slot));
 
-        let (slots, claims): (Vec<_>, Vec<_>) = self
+        let (asked_for, claims): (Vec<_>, Vec<_>) = self
             .held
             .iter()
             .filter(|(_, held)| !held.is_lost)
-            .map(|(index, held)| (slot(index), held.claim.clone()))
+            .map(|(index, held)| ((slot(index), held.number), held.claim.clone()))
             .unzip();
-        if slots.is_empty() {
+        if asked_for.is_empty() {
             return;
         }
         let queue = Arc::clone(&self.queue);
         self.keeping = Some(Box::pin(async move {
             let held: Vec<&Q::Claim> = claims.iter().collect();
-            Keeping { slots, asked: now, answer: queue.keep(&held).await }
+            Keeping { asked_for, asked: now, answer: queue.keep(&held).await }
         }));
     }
 
     fn kept(&mut self, keeping: Keeping) {
         match keeping.answer {
             Ok(answers) => {
-                for (slot, kept) in keeping.slots.into_iter().zip(answers) {
-                    // It may have been settled meanwhile.
-                    let Some(held) = self.held.get_mut(index(slot)) else { continue };
+                for ((slot, number), kept) in keeping.asked_for.into_iter().zip(answers) {
+                    // It may have been settled meanwhile, and its slot given to another.
+                    let held = self.held.get_mut(index(slot));
+                    let Some(held) = held.filter(|held| held.number == number) else { continue };
                     match kept {
                         Kept::Ours => {
                             held.sure_until =

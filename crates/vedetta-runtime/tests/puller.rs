@@ -290,6 +290,22 @@ async fn a_run_whose_lease_was_lost_is_ended_and_not_settled() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_late_answer_about_one_that_is_settled_does_not_end_its_successor() {
+    let line = Line::default();
+    line.put(0, Run::Takes(10_100));
+    let pulling = start(&line, 1);
+    millis(9_950).await;
+    line.world.lock().trip = Duration::from_secs(1);
+    millis(100).await; // its lease is being prolonged
+    line.world.lock().trip = Duration::ZERO;
+    millis(100).await; // it has ended and is gone
+    line.put(1, Run::Takes(5_000));
+    secs(10).await;
+    assert_eq!(line.ends(), [(0, "done".into()), (1, "done".into())]);
+    assert_eq!((line.started(), pulling.status().flow.stale), (vec![0, 1], 0));
+}
+
+#[tokio::test(start_paused = true)]
 async fn what_cannot_be_prolonged_is_given_up_by_the_end_of_its_lease() {
     let line = Line::default();
     line.put(0, Run::Takes(200_000));
