@@ -359,6 +359,26 @@ pub async fn processors_that_share_shards_never_run_one_entity_at_once<W: World>
     assert!(done.iter().all(|done| *done > 0), "both worked: {done:?}");
 }
 
+pub async fn what_became_of_runs_is_counted_for_all_processes<W: World>() {
+    let world = W::new().await;
+    for round in 1..=2 {
+        let (step, mut runs) = held(Step::new("packing").when("new"));
+        let processing = world.process([step]).await;
+        world.order(round).await;
+        let run = runs.next().await;
+        world.change(round, |order| order.marks.push("theirs".into())).await.unwrap();
+        run.makes("packed");
+        runs.next().await; // let go of, it fails
+        runs.next().await.makes("packed");
+        world.rests_leaving(&mut runs).await;
+        processing.stop(HOUR).await;
+    }
+    let tally = world.counts("packing").await.tally;
+    assert_eq!((tally.failed, tally.conflicts), (2, 2), "{tally:?}");
+    assert!(tally.done >= 2, "{tally:?}");
+    assert!(world.counts(SYSTEM).await.tally.done >= 4);
+}
+
 pub async fn stages_of_one_name_are_refused<W: World>() {
     let world = W::new().await;
     for names in [["packing", "packing"], ["packing", SYSTEM]] {

@@ -14,7 +14,6 @@ mod stages;
 pub mod story;
 
 use std::fmt;
-use std::future::Future;
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -233,7 +232,7 @@ pub fn status(processing: &Processing, stage: &str) -> StageStatus {
 }
 
 /// Waits until it is so.
-pub async fn eventually<F: Future<Output = bool>>(what: &str, mut is_so: impl FnMut() -> F) {
+pub async fn eventually(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
     soon(what, async {
         while !is_so().await {
             tokio::time::sleep(LOOK_AGAIN).await;
@@ -341,6 +340,7 @@ macro_rules! suite {
                 a_processor_works_on_the_shards_it_is_told_and_follows_when_they_change
                 entities_are_spread_over_all_shards_and_each_is_found_in_its_own
                 processors_that_share_shards_never_run_one_entity_at_once
+                what_became_of_runs_is_counted_for_all_processes
                 stages_of_one_name_are_refused
             }
             faults {
