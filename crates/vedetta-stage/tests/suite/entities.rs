@@ -201,10 +201,10 @@ pub async fn whose_lease_lapsed_saves_nothing_and_sends_nothing_on<W: World>() {
     let (lane, claims) = claimed(&world, &[1, 2], short).await;
     let next = world.records().lane(ORDERS, "shipping").await.unwrap();
     lapse(short).await;
-    let late = saving(&claims[0], Order::new(1).is("packed"), Version(1));
+    let saves_late = saving(&claims[0], Order::new(1).is("packed"), Version(1));
     let visits = vec![(next, Duration::ZERO)];
-    let late_too = Ending { claim: claims[1].clone(), fate: Fate::Gone, saves: None, visits };
-    let saved = world.orders().settle(lane, vec![late, late_too]).await.unwrap();
+    let visits_late = Ending { claim: claims[1].clone(), fate: Fate::Gone, saves: None, visits };
+    let saved = world.orders().settle(lane, vec![saves_late, visits_late]).await.unwrap();
     assert_eq!(saved, [Ok(Saved::Settled(Settled::Stale)), Ok(Saved::Settled(Settled::Stale))]);
     assert_eq!(world.get(1).await.version, Version(1));
     assert_eq!(world.counts(SYSTEM).await.records, 0);

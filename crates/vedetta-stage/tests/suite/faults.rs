@@ -104,7 +104,6 @@ pub async fn a_row_that_cannot_be_read_harms_its_own_records_only<W: World>() {
     }
     for id in 2..=9 {
         eventually("the others are packed", async || world.get(id).await.state == "packed").await;
-        assert_eq!(world.get(id).await.version, Version(2));
     }
     assert!(about(world.record(STAGE, 1).await.unwrap().due_in, HOUR));
     world.mend(1).await;
@@ -335,7 +334,7 @@ pub async fn what_a_dropped_processor_held_comes_back_when_its_lease_is_over<W: 
     world.create((1..=10).map(Order::new).collect()).await.unwrap();
     let run = runs.next().await;
     drop(processing);
-    run.is_dropped().await;
+    run.ended_from_outside().await;
     let _processing = world.process([Step::new(STAGE).when("new").makes("packed")]).await;
     world.rests().await;
     for id in 1..=10 {
@@ -356,7 +355,7 @@ pub async fn nothing_is_lost_when_the_process_ends<W: World>() {
     comes_to(&world, id, |record| about(record.due_in, HOUR)).await;
     let run = runs.next().await;
     drop(processing);
-    run.is_dropped().await;
+    run.ended_from_outside().await;
     let world = world.reopened().await;
     let counts = world.records().counts().await.unwrap();
     assert_eq!(counts.iter().map(|lane| lane.records).sum::<u64>(), 10, "{counts:?}");
@@ -388,7 +387,7 @@ pub async fn a_run_whose_lease_is_lost_is_ended_and_saves_nothing<W: World>() {
         }
     })
     .await;
-    run.is_dropped().await;
+    run.ended_from_outside().await;
     eventually("it is counted", async || status(&processing, STAGE).pull.flow.stale > 0).await;
     assert_eq!(world.get(1).await.version, Version(1));
     assert!(world.record(STAGE, 1).await.unwrap().is_held, "by whoever has it now");

@@ -130,7 +130,7 @@ impl Arrived {
     }
 
     /// Waits until the run was ended from outside.
-    pub async fn is_dropped(mut self) {
+    pub async fn ended_from_outside(mut self) {
         soon("the run is ended", self.end.closed()).await;
     }
 }
@@ -152,11 +152,11 @@ impl Held {
 
 /// Has each run of a stage wait for the test.
 pub fn held(step: Step) -> (Step, Held) {
-    let (arrives, arrived) = mpsc::unbounded_channel();
+    let (tell, told) = mpsc::unbounded_channel();
     let step = step.does(move |order| {
         let (end, ended) = oneshot::channel();
-        let _ = arrives.send(Arrived { order, end });
+        let _ = tell.send(Arrived { order, end });
         async move { ended.await.unwrap_or_else(|_| Err("the test let go of it".into())) }
     });
-    (step, Held(arrived))
+    (step, Held(told))
 }
