@@ -116,6 +116,17 @@ async fn an_etcd_is_a_registry() {
 }
 
 #[tokio::test]
+async fn an_etcd_that_asks_who_we_are_is_a_registry() {
+    let etcd = etcd::Cluster::start_with(1, &["--auth-token-ttl", "1"]).await;
+    let root = ["user", "add", "root:secret"];
+    for told in [&root[..], &["user", "grant-role", "root", "root"], &["auth", "enable"]] {
+        etcd.node(0).ctl(told).await.unwrap();
+    }
+    let cluster = Cluster::new(etcd.endpoints()).unwrap().user("root", "secret");
+    is_a_registry(&cluster).await;
+}
+
+#[tokio::test]
 async fn a_lease_outlives_a_node_that_is_frozen() {
     let mut etcd = etcd::Cluster::start(3).await;
     let leader = etcd.leader().await;
