@@ -275,9 +275,10 @@ impl<R: Registry> Task<R> {
                     tracing::warn!(me = self.picture.me, "the lease is in doubt: no shard is ours");
                 }
                 came = &mut beat => {
+                    let joined = self.term.is_some();
                     let next = self.beaten(came);
-                    if self.term.is_none() {
-                        acts = None; // all for a lease that is over
+                    if joined && self.term.is_none() {
+                        (acts, link) = (None, self.link());
                     }
                     beat = self.beat(next);
                 }
@@ -358,7 +359,9 @@ impl<R: Registry> Task<R> {
             }
             Beat::Renewed(_, Ok(false)) => {
                 tracing::warn!(me = self.picture.me, "the lease is over: joining again");
-                self.term = None;
+                // Perhaps the store is another one, whose revisions say nothing about what we know.
+                self.begin_anew();
+                self.follow.restart();
                 Instant::now()
             }
             Beat::Begun(asked, Err(error)) | Beat::Renewed(asked, Err(error)) => {
@@ -445,6 +448,14 @@ impl<R: Registry> Task<R> {
         }
     }
 
+    /// Nothing is known, and nothing is ours.
+    fn begin_anew(&mut self) {
+        let count = self.picture.owners.len().try_into().unwrap_or(u16::MAX);
+        self.picture = Picture::new(std::mem::take(&mut self.picture.me), count);
+        (self.term, self.rest_until) = (None, None);
+        self.listing.clear();
+    }
+
     fn now(&self) -> Moment {
         Moment::reached(self.began.elapsed())
     }
@@ -495,10 +506,7 @@ impl<R: Registry> Task<R> {
                 let turn = self.follow.opened(revision, now, chance);
                 if another {
                     tracing::warn!(me = self.picture.me, "another store: joining again");
-                    let count = self.picture.owners.len().try_into().unwrap_or(u16::MAX);
-                    self.picture = Picture::new(std::mem::take(&mut self.picture.me), count);
-                    (self.term, self.rest_until) = (None, None);
-                    self.listing.clear();
+                    self.begin_anew();
                     return true;
                 }
                 self.feed = Some(feed);
