@@ -417,7 +417,8 @@ async fn an_etcd_that_is_frozen_killed_and_emptied_ends_with_every_shard_owned_o
         company.joins(name).await;
     }
     company.share(&names).await;
-    for what in ["frozen", "killed", "emptied"] {
+    for what in ["frozen", "killed", "emptied", "emptied and filled"] {
+        names.iter().for_each(|name| company.link(name).cut());
         match what {
             "frozen" => etcd.node_mut(0).freeze(),
             _ => etcd.node_mut(0).kill(),
@@ -431,6 +432,17 @@ async fn an_etcd_that_is_frozen_killed_and_emptied_ends_with_every_shard_owned_o
                 etcd.node_mut(0).restart().await;
             }
         }
+        if what == "emptied and filled" {
+            // One is away until the revision is higher than any it has seen.
+            names[..2].iter().for_each(|name| company.link(name).mend());
+            company.share(&names[..2]).await;
+            let cluster = Cluster::new([address.to_string()]).unwrap();
+            let lease = cluster.begin(testing::PATIENCE).await.unwrap();
+            for key in 0..500 {
+                cluster.hold(&lease, format!("{key}").into(), "".into()).await.unwrap().unwrap();
+            }
+        }
+        names.iter().for_each(|name| company.link(name).mend());
         company.share(&names).await;
     }
     company.end();
