@@ -24,7 +24,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     fs::create_dir_all(&source)?;
     let mut asked = files.clone();
     for file in &mut asked.file {
-        file.service.retain(|service| ["KV", "Watch", "Auth"].contains(&service.name()));
+        file.service.retain(|service| ["KV", "Watch", "Lease", "Auth"].contains(&service.name()));
+        file.source_code_info = None; // it finds services by their number, which has changed
     }
     tonic_prost_build::configure()
         .build_server(false)

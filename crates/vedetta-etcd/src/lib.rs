@@ -3,7 +3,8 @@
 //! Both are views of one keyspace and one revision sequence: what one writes the other sees, under the
 //! same number.
 //!
-//! And the other way round: [`Cluster`] is an etcd elsewhere (or a Vedetta), to be listed and followed.
+//! And the other way round: [`Cluster`] is an etcd elsewhere (or a Vedetta), to be listed and followed, and to hold
+//! keys in.
 
 mod authority;
 mod guard;

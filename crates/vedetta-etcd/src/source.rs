@@ -13,6 +13,7 @@
 mod address;
 mod feed;
 mod line;
+mod registry;
 
 use std::fmt;
 use std::str::FromStr;

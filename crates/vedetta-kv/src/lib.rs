@@ -23,6 +23,7 @@ mod pending;
 mod present;
 mod range;
 mod record;
+mod registry;
 mod request;
 mod source;
 mod store;

@@ -23,6 +23,7 @@ mod entity;
 pub mod postgres;
 mod processor;
 mod record;
+mod shards;
 pub mod sqlite;
 
 pub use entities::Entities;
@@ -32,3 +33,4 @@ pub use record::{
     Claim, Claimed, Fate, Lane, LaneCounts, Page, Record, Records, Refused, SYSTEM, StageError,
     Which,
 };
+pub use shards::Shards;

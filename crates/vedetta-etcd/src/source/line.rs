@@ -27,7 +27,9 @@ use vedetta_core::SourceError;
 use super::address::Address;
 use super::proto::etcdserverpb::auth_client::AuthClient;
 use super::proto::etcdserverpb::kv_client::KvClient;
-use super::proto::etcdserverpb::{AuthenticateRequest, RangeRequest, RangeResponse};
+use super::proto::etcdserverpb::{
+    AuthenticateRequest, RangeRequest, RangeResponse, TxnRequest, TxnResponse,
+};
 
 /// Keys asked for at once.
 const PAGE: i64 = 1_000;
@@ -147,13 +149,32 @@ impl Line {
         self.0.page.store(keys, Ordering::Relaxed);
     }
 
-    /// A range. If it is the user that is missing or no longer known, it is asked again as that user.
     pub(super) async fn range(&self, ask: RangeRequest) -> Result<RangeResponse, Status> {
-        let mut client = KvClient::new(self.clone()).max_decoding_message_size(PAGE_BYTES);
-        let answer = match (client.range(ask.clone()).await, &self.0.settings.user) {
+        let ask = |line: Self| {
+            let ask = ask.clone();
+            let mut client = KvClient::new(line).max_decoding_message_size(PAGE_BYTES);
+            async move { client.range(ask).await }
+        };
+        self.as_user(ask).await
+    }
+
+    pub(super) async fn txn(&self, ask: TxnRequest) -> Result<TxnResponse, Status> {
+        let ask = |line: Self| {
+            let ask = ask.clone();
+            async move { KvClient::new(line).txn(ask).await }
+        };
+        self.as_user(ask).await
+    }
+
+    /// Asks. If it is the user that is missing or no longer known, it is asked again as that user.
+    pub(super) async fn as_user<T, F>(&self, ask: impl Fn(Self) -> F) -> Result<T, Status>
+    where
+        F: Future<Output = Result<tonic::Response<T>, Status>>,
+    {
+        let answer = match (ask(self.clone()).await, &self.0.settings.user) {
             (Err(status), Some(user)) if is_unknown_user(&status) => {
                 self.log_in(user).await?;
-                client.range(ask).await?
+                ask(self.clone()).await?
             }
             (answer, _) => answer?,
         };
