@@ -142,6 +142,15 @@ impl World for Pg {
         Ok(self.orders.update(&OrderId(id), change).await?)
     }
 
+    async fn change_all(
+        &self,
+        ids: Vec<i64>,
+        change: impl Fn(&mut Order) + Clone + Send + Sync + 'static,
+    ) -> Result<Vec<Order>, BoxError> {
+        let ids: Vec<OrderId> = ids.into_iter().map(OrderId).collect();
+        Ok(self.orders.update_all(&ids, change).await?)
+    }
+
     async fn read(&self, id: i64) -> Option<Order> {
         let client = self.db().client().await.unwrap();
         Orders.load(&client, &[OrderId(id)]).await.unwrap().pop()

@@ -128,6 +128,15 @@ impl World for Sqlite {
         Ok(self.orders.update(&OrderId(id), change).await?)
     }
 
+    async fn change_all(
+        &self,
+        ids: Vec<i64>,
+        change: impl Fn(&mut Order) + Clone + Send + Sync + 'static,
+    ) -> Result<Vec<Order>, BoxError> {
+        let ids: Vec<OrderId> = ids.into_iter().map(OrderId).collect();
+        Ok(self.orders.update_all(&ids, change).await?)
+    }
+
     async fn read(&self, id: i64) -> Option<Order> {
         let read = move |db: &Connection| Orders.load(db, &[OrderId(id)]);
         self.db.read(read).await.unwrap().pop()

@@ -106,6 +106,30 @@ pub async fn changes_made_at_once_lose_none<W: World>() {
     assert_eq!(order.marks, (0..40).map(|n| n.to_string()).collect::<Vec<_>>());
 }
 
+pub async fn many_changed_at_once_from_two_sides_lose_none<W: World>() {
+    let world = W::new().await;
+    let neighbour = world.neighbour().await;
+    world.create((1..=15).map(Order::new).collect()).await.unwrap();
+    sorted_out(&world).await;
+    let changes = (0..10).map(|n| {
+        let who = if n % 2 == 0 { &world } else { &neighbour };
+        // In any order, and one that is not there.
+        let ids = if n % 3 == 0 { (1..=16).rev().collect() } else { (1..=16).collect() };
+        who.change_all(ids, move |order| order.marks.push(n.to_string()))
+    });
+    for changed in join_all(changes).await {
+        assert_eq!(changed.unwrap().len(), 15);
+    }
+    for id in 1..=15 {
+        let mut order = world.get(id).await;
+        order.marks.sort();
+        assert_eq!(order.marks, (0..10).map(|n| n.to_string()).collect::<Vec<_>>());
+        assert_eq!(order.version, Version(11));
+    }
+    assert_eq!(world.counts(SYSTEM).await.due, 15);
+    assert_eq!(world.change_all(Vec::new(), |_| ()).await.unwrap(), []);
+}
+
 pub async fn ids_go_through_the_queue_as_text_and_come_back<W: World>() {
     let world = W::new().await;
     let all = [0, 7, i64::MAX];

@@ -139,6 +139,13 @@ pub trait World: Sized {
         change: impl Fn(&mut Order) + Clone + Send + Sync + 'static,
     ) -> Result<Option<Order>, BoxError>;
 
+    /// The same for many; those that exist.
+    async fn change_all(
+        &self,
+        ids: Vec<i64>,
+        change: impl Fn(&mut Order) + Clone + Send + Sync + 'static,
+    ) -> Result<Vec<Order>, BoxError>;
+
     /// What is stored.
     async fn read(&self, id: i64) -> Option<Order>;
 
@@ -317,6 +324,7 @@ macro_rules! suite {
                 a_write_that_fails_leaves_neither_entity_nor_record
                 changing_what_does_not_exist_says_so_and_enqueues_nothing
                 changes_made_at_once_lose_none
+                many_changed_at_once_from_two_sides_lose_none
                 ids_go_through_the_queue_as_text_and_come_back
                 a_batch_saves_what_is_fresh_and_tells_each_conflict
                 a_single_save_is_a_batch_of_one
