@@ -1,7 +1,7 @@
 //! Who is to have which shard.
 //!
-//! Each of n members is due `count / n`, and the remainder goes, one each, to those that have most
-//! already, so that as little as possible moves. Who has more than is due lets go of the rest, whatever
+//! Each of n members is due `count / n`, and the remainder goes, one each, to those that have more than
+//! that already, so that as little as possible moves. Who has more than is due lets go of the rest, whatever
 //! others do; who has less takes its part of what is free. Members that see the same divide the free
 //! shards without a word: each counts off the parts of those before it.
 
@@ -28,8 +28,10 @@ pub(super) fn moves<'a>(
         owned.entry(owner).and_modify(|count| *count += 1);
     }
     let mut order: Vec<(&str, usize)> = owned.into_iter().collect();
-    order.sort_by_key(|(_, count)| Reverse(*count)); // stable: among equals by name
     let (each, left) = (owners.len() / order.len().max(1), owners.len() % order.len().max(1));
+    // Stable: among equals by name. Who has too much is as good as who has already let go of it, so that
+    // it does not matter who is quicker.
+    order.sort_by_key(|(_, count)| Reverse((*count).min(each + 1)));
     let due = |rank: usize| each + usize::from(rank < left);
 
     let Some(rank) = order.iter().position(|(name, _)| *name == me) else {
@@ -85,6 +87,7 @@ mod tests {
             ("a b c", "c c - b", "a +2, b, c"),
             ("a b", "x x - -", "a +2 +3, b"), // x is on its way out, and not a member any more
             ("a b", "b b b a a", "a, b"),     // who has more keeps the one that is left over
+            ("a b c", "a a a b b b b", "a, b -5 -6, c"), // whether a had more before or not
             ("a b c", "b", "a, b, c"),        // fewer shards than members
             ("a b c", "-", "a +0, b, c"),
         ] {
