@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path};
 
 /// The parts whose requirements must all be shown. A part is added here when it is finished.
-const FINISHED_PARTS: &[u32] = &[1, 2, 3];
+const FINISHED_PARTS: &[u32] = &[1, 2, 3, 4];
 
 /// How many parts there are.
 const PARTS: u32 = 7;
@@ -156,22 +156,22 @@ fn owed_rows(rows: &[Row], finished: &[u32]) -> Vec<String> {
         .collect()
 }
 
-/// The package a source file belongs to: `crates/NAME/…` or `NAME/…`.
+/// The package a source file belongs to: `crates/NAME/…`, `examples/NAME/…` or `NAME/…`.
 fn package_of(path: &Path) -> String {
     let mut folders = path.components().filter_map(|part| match part {
         Component::Normal(name) => name.to_str(),
         _ => None,
     });
     match folders.next() {
-        Some("crates") => folders.next(),
+        Some("crates" | "examples") => folders.next(),
         other => other,
     }
     .unwrap_or_default()
     .to_owned()
 }
 
-/// The names of the tests in a source file that run: those in `proptest!` included, those that are
-/// ignored or commented out not.
+/// The names of the tests in a source file that run: those in `proptest!` included, and those in the list
+/// of a `suite!`, one a line; those that are ignored or commented out not.
 fn test_names(source: &str) -> Vec<String> {
     /// What stands above the line being read.
     enum Above {
@@ -179,8 +179,14 @@ fn test_names(source: &str) -> Vec<String> {
         Test { ignored: bool },
     }
     let mut above = Above::Nothing;
+    let mut in_suite = false;
     let mut names = Vec::new();
     for line in source.lines().map(str::trim) {
+        in_suite = (in_suite && line != "};") || line.starts_with("suite! {");
+        let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+        if in_suite && !line.is_empty() && line.chars().all(is_name) {
+            names.push(line.to_owned());
+        }
         let starts_test = line.starts_with("#[test]") || line.starts_with("#[tokio::test");
         if starts_test {
             above = Above::Test {
@@ -297,6 +303,7 @@ fn only_functions_that_the_test_runner_runs_count_as_tests() {
         ("#[test]\nfn plain() {}", &["plain"][..]),
         ("    #[test]\n    #[should_panic(expected = \"no\")]\n    fn nested() {}", &["nested"]),
         ("#[tokio::test]\nasync fn waits() {}", &["waits"]),
+        ("suite! { World;\n  flow {\n    it_flows\n    // off\n  }\n};\nother", &["it_flows"]),
         ("#[tokio::test(\n    start_paused = true,\n)]\nasync fn paused() {}", &["paused"]),
         ("#[test] fn short() {}", &["short"]),
         (
