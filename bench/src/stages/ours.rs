@@ -117,12 +117,12 @@ async fn runs<B: Database>(args: &Args, db: B) -> anyhow::Result<f64> {
 
     let began = Instant::now();
     let (working, _starts) = start(args, db).await?;
-    let system = if args.what == What::Updating { args.count } else { 0 };
-    let done = |working: &Processing| {
-        let status = working.status();
-        (status[0].pull.flow.done, status[1].pull.flow.done)
-    };
-    while done(&working) < (system, args.count) {
+    let sorted = if args.what == What::Updating { args.count } else { 0 };
+    loop {
+        let [system, stage] = &working.status()[..] else { unreachable!("there is one stage") };
+        if system.pull.flow.done >= sorted && stage.pull.flow.done >= args.count {
+            break;
+        }
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     let took = began.elapsed();
