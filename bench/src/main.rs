@@ -10,6 +10,7 @@ mod puts;
 mod schedule;
 mod setup;
 mod slots;
+mod stages;
 mod ttl;
 mod watch;
 
@@ -45,6 +46,12 @@ enum Bench {
     /// Ids under a watcher, from a change to its handler, against kube-rs's Controller.
     #[command(after_help = watch::FIGURES)]
     Watch(watch::Args),
+    /// Runs of stages on SQLite and PostgreSQL, against graphile-worker on the same PostgreSQL.
+    #[command(after_help = stages::ROWS)]
+    Stages(stages::Args),
+    /// Our side of `stages`.
+    #[command(hide = true)]
+    StagesOurs(stages::Ours),
     /// Side by side with etcd, each a process of its own, the same client for both.
     #[command(after_help = etcd::COLUMNS)]
     Etcd(etcd::Args),
@@ -81,6 +88,8 @@ fn run(bench: Bench) -> anyhow::Result<()> {
             Bench::Slots(args) => slots::run(&args),
             Bench::Schedule(args) => schedule::run(args).await,
             Bench::Watch(args) => watch::run(args).await,
+            Bench::Stages(args) => stages::run(args).await,
+            Bench::StagesOurs(args) => stages::ours(args).await,
             Bench::Etcd(args) => etcd::run(args).await,
             Bench::EtcdServe(args) => etcd::serve(args).await,
             Bench::EtcdEcho(args) => etcd::echo(args).await,

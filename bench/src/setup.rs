@@ -10,9 +10,14 @@ use vedetta_kv::{Keep, Options, SCHEMA, Store};
 
 /// Where the data goes: on a real disk, beside the build, not in a memory file system.
 pub(crate) fn folder() -> anyhow::Result<TempDir> {
+    Ok(tempfile::Builder::new().prefix("bench-").tempdir_in(target()?)?)
+}
+
+/// The folder beside the build.
+pub(crate) fn target() -> anyhow::Result<PathBuf> {
     let base = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../target");
     std::fs::create_dir_all(&base)?;
-    Ok(tempfile::Builder::new().prefix("bench-").tempdir_in(base)?)
+    Ok(base.canonicalize()?)
 }
 
 /// The store's file.

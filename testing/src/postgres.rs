@@ -63,6 +63,14 @@ impl Server {
         Self::prepare().run().await
     }
 
+    /// One for benchmarks: its data in a folder of `disk`, and more settings, as `name=value`.
+    pub async fn start_on(disk: &Path, settings: &[&str]) -> Self {
+        let folder = TempDir::new_in(disk).expect("a folder on that disk");
+        let mut server = Self::prepare_in(folder);
+        server.settings = settings.iter().map(|setting| (*setting).to_owned()).collect();
+        server.run().await
+    }
+
     /// The same for clients with TLS, too; the certificate and its key are in PEM.
     pub async fn start_with_tls(certificate: &str, key: &str) -> Self {
         let mut server = Self::prepare();
@@ -78,8 +86,11 @@ impl Server {
     }
 
     fn prepare() -> Self {
+        Self::prepare_in(scratch())
+    }
+
+    fn prepare_in(folder: TempDir) -> Self {
         let programs = programs();
-        let folder = scratch();
         copy(&template(&programs), &folder.path().join("data"));
         Owner::of_servers().owns(folder.path());
         let address = (Ipv4Addr::LOCALHOST, 0).into();

@@ -102,14 +102,28 @@ const ENQUEUE_AND_TELL: &str = concat!(
     ") SELECT pg_notify('vedetta_stage', $5)"
 );
 
-/// From the system stage to others: only for records that are still held with this token.
-const SORT: &str = enqueue!(
-    "(SELECT lane, id, shard, now() + delay * interval '1 microsecond' AS at
-      FROM unnest($2::integer[], $3::text[], $4::integer[], $5::bigint[], $6::bigint[])
-           AS u (lane, id, shard, delay, token)
-      WHERE EXISTS (SELECT FROM vedetta_stage_record h
-                    WHERE h.lane = $1 AND h.id = u.id AND h.token = u.token
-                          AND h.held_until > clock_timestamp())) AS u"
+/// From the system stage to others, and tells them: only for records that are still held with this token,
+/// which then go, unless something was written to them. The others' records come first, see above.
+/// If the server forgets this, the record of the system stage is still there: the commit need not reach the
+/// disk.
+const SORT: &str = concat!(
+    "WITH sorted AS (",
+    enqueue!(
+        "(SELECT lane, id, shard, now() + delay * interval '1 microsecond' AS at
+          FROM unnest($2::integer[], $3::text[], $4::integer[], $5::bigint[], $6::bigint[])
+               AS u (lane, id, shard, delay, token)
+          WHERE EXISTS (SELECT FROM vedetta_stage_record h
+                        WHERE h.lane = $1 AND h.id = u.id AND h.token = u.token
+                              AND h.held_until > clock_timestamp())) AS u"
+    ),
+    " RETURNING 1)
+    DELETE FROM vedetta_stage_record
+    WHERE (SELECT count(*) FROM sorted) >= 0
+          AND (SELECT count(pg_notify('vedetta_stage', news)) FROM unnest($9::text[]) AS n (news)) >= 0
+          AND (SELECT set_config('synchronous_commit', 'off', true)) IS NOT NULL
+          AND lane = $1 AND id = ANY ($7) AND (token IN (SELECT unnest($8::bigint[]))) IS TRUE
+          AND held_until > clock_timestamp() AND version = seen
+    RETURNING token"
 );
 
 // The token of a claim is a random number that nobody else has, mixed with the id, so that an id and a token
@@ -141,17 +155,20 @@ const KEEP: &str = "
     UPDATE vedetta_stage_record SET
         held_until = now() + $4::bigint * interval '1 microsecond',
         due_at = now() + $4::bigint * interval '1 microsecond'
-    WHERE lane = $1 AND id = ANY ($2) AND token = ANY ($3) AND held_until > clock_timestamp()
+    WHERE lane = $1 AND id = ANY ($2) AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE
+          AND held_until > clock_timestamp()
     RETURNING token";
 
 const HOLD: &str = "
     SELECT token FROM vedetta_stage_record
-    WHERE lane = $1 AND id = ANY ($2) AND token = ANY ($3) AND held_until > clock_timestamp()
+    WHERE lane = $1 AND id = ANY ($2) AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE
+          AND held_until > clock_timestamp()
     ORDER BY id FOR UPDATE";
 
 const REMOVE: &str = "
     DELETE FROM vedetta_stage_record
-    WHERE lane = $1 AND id = ANY ($2) AND token = ANY ($3) AND held_until > clock_timestamp()
+    WHERE lane = $1 AND id = ANY ($2) AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE
+          AND held_until > clock_timestamp()
           AND version = seen
     RETURNING token";
 
@@ -159,7 +176,8 @@ const REMOVE: &str = "
 const REMAIN: &str = "
     UPDATE vedetta_stage_record SET
         held_until = NULL, due_at = visit_at, failures = 0, error = NULL, not_before = '-infinity'
-    WHERE lane = $1 AND id = ANY ($2) AND token = ANY ($3) AND held_until > clock_timestamp()
+    WHERE lane = $1 AND id = ANY ($2) AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE
+          AND held_until > clock_timestamp()
     RETURNING token, extract(epoch FROM due_at - clock_timestamp())::float8";
 
 const MOVE: &str = "
@@ -738,21 +756,25 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
         let shards: Vec<i32> = ids.iter().map(|id| i32::from(self.shard(id))).collect();
         let (delays, tokens): (Vec<i64>, Vec<i64>) = visits.values().copied().unzip();
 
-        let mut client = records.db.client().await?;
-        let tx = client.transaction().await?;
-        // If the server forgets this, the record of the system stage is still there.
-        tx.batch_execute("SET LOCAL synchronous_commit TO off").await?;
-        let sort = tx.prepare_cached(SORT).await?;
-        tx.execute(&sort, &[&lane.0, &lanes, &ids, &shards, &delays, &tokens]).await?;
-        let settled = settle(&tx, lane, &ends).await?;
-        let mut told = lanes;
+        let mut told = lanes.clone();
         told.dedup();
-        for lane in &told {
-            records.tell(&tx, Lane(*lane)).await?;
-        }
-        tx.commit().await?;
+        let news: Vec<String> = told.iter().map(|lane| records.bells.news(Lane(*lane))).collect();
+        let gone = ends.iter().filter(|(_, fate)| **fate == Fate::Gone).map(|(claim, _)| *claim);
+        let (gone, gone_tokens) = columns(gone);
+
+        let params: [&(dyn ToSql + Sync); 9] =
+            [&lane.0, &lanes, &ids, &shards, &delays, &tokens, &gone, &gone_tokens, &news];
+        let removed: Vec<i64> = query(&records.db.client().await?, SORT, &params).await?;
         told.into_iter().for_each(|lane| records.bells.ring(Lane(lane)));
-        Ok(settled)
+        let mut answers: HashMap<i64, Settled> =
+            removed.into_iter().map(|token| (token, Settled::Gone)).collect();
+        let left = ends.iter().filter(|(claim, _)| !answers.contains_key(&claim.token));
+        let left: Vec<_> = left.map(|(claim, fate)| ((*claim).clone(), (*fate).clone())).collect();
+        if !left.is_empty() {
+            let settled = records.settle(lane, &left).await?;
+            answers.extend(left.iter().map(|(claim, _)| claim.token).zip(settled));
+        }
+        Ok(ends.iter().map(|(claim, _)| answers[&claim.token]).collect())
     }
 
     /// Saves entities and settles their records, in one transaction.

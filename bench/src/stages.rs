@@ -1,0 +1,265 @@
+//! Runs of a stage, on SQLite and on PostgreSQL, and jobs of graphile-worker on the same PostgreSQL.
+//!
+//! Prediction: on PostgreSQL the server's work decides, as both sides claim and remove in batches: for each
+//! record an update and a deletion. Ours also reads the entity, but runs it for a microsecond where
+//! JavaScript needs twenty. On SQLite no other process is asked, so several times as many. A run that
+//! updates costs a second claim and settling, that of the system stage, and a save: a third of the rate.
+//! An update reaches its stage through the system stage: five round trips to PostgreSQL after the commit,
+//! three commits on SQLite. A backlog that is not due is not looked at; only the trees are deeper.
+
+mod graphile;
+mod ours;
+
+use std::process::{Command, Stdio};
+
+use clap::ValueEnum;
+use testing::postgres::Server;
+use vedetta_db::postgres::Postgres;
+
+use self::graphile::Graphile;
+use self::ours::What;
+use crate::figures::median;
+use crate::setup;
+
+pub(crate) use self::ours::{Args as Ours, run as ours};
+
+pub(crate) const ROWS: &str = "\
+Runs per second, from the start of a process's workers until a queue that was filled before is empty:
+  untouched  the stage changes nothing; of graphile-worker: a job that does nothing
+  updating   each run saves its entity, and the system stage asks about it once more
+
+Milliseconds until the work starts, when nothing else is to do, p50 and p99; from the call, and from its return:
+  update   a change of an entity, through the system stage, to the stage; without the random delay
+  spread   the same with the delay of up to 10 ms that keeps stages apart
+  enqueue  a record put directly into the stage's queue; of graphile-worker: a job added
+
+Backlog: untouched runs per second, alone and beside a million records that are not due.
+
+One PostgreSQL for all, on the disk and flushed at each commit; each measurement in a process and a database of
+its own, by turns. Each figure is the median of the rounds, a ratio the median of the ratios of the rounds.";
+
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// What to measure; all of it unless said.
+    what: Vec<Scenario>,
+    /// Measurements of each, taken in turns; the median counts.
+    #[arg(long, default_value_t = 3)]
+    rounds: usize,
+    /// Records or jobs that are due.
+    #[arg(long, default_value_t = 100_000)]
+    count: u64,
+    /// Samples of a latency.
+    #[arg(long, default_value_t = 500)]
+    samples: u64,
+    /// Records that are not, for the backlog.
+    #[arg(long, default_value_t = 1_000_000)]
+    waiting: u64,
+    /// Fail when a target is missed, and say which.
+    #[arg(long)]
+    check: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Scenario {
+    /// Runs per second.
+    Runs,
+    /// From a change to the start.
+    Latency,
+    /// With a million records that are not due.
+    Backlog,
+}
+
+/// How many times graphile-worker's jobs our untouched runs must be, on each database.
+const RUNS_ON_POSTGRES: f64 = 1.0;
+const RUNS_ON_SQLITE: f64 = 2.0;
+/// And the p99 from an update to the start, of that from an added job, at most.
+const LATENCY: f64 = 1.0;
+
+/// As many as graphile-worker's page on performance has.
+const PARALLEL: u32 = 24;
+
+/// PostgreSQL's own default: tests have less.
+const SETTINGS: [&str; 1] = ["shared_buffers=128MB"];
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Side {
+    Sqlite,
+    Postgres,
+    Graphile,
+}
+
+struct Bench {
+    server: Server,
+    graphile: Graphile,
+}
+
+pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
+    let is_chosen = |scenario| args.what.is_empty() || args.what.contains(&scenario);
+    anyhow::ensure!(
+        !args.check || is_chosen(Scenario::Runs) || is_chosen(Scenario::Latency),
+        "--check looks at runs and latency, and neither is measured"
+    );
+    let target = setup::target()?;
+    let graphile = Graphile::install(&target)?;
+    let server = Server::start_on(&target, &SETTINGS).await;
+    let bench = Bench { server, graphile };
+    let mut missed = Vec::new();
+    for &scenario in Scenario::value_variants() {
+        if is_chosen(scenario) {
+            match scenario {
+                Scenario::Runs => bench.runs(&args, &mut missed).await?,
+                Scenario::Latency => bench.latency(&args, &mut missed).await?,
+                Scenario::Backlog => bench.backlog(&args).await?,
+            }
+            println!();
+        }
+    }
+    anyhow::ensure!(!args.check || missed.is_empty(), "Missed:\n  {}", missed.join("\n  "));
+    Ok(())
+}
+
+impl Bench {
+    async fn runs(&self, args: &Args, missed: &mut Vec<String>) -> anyhow::Result<()> {
+        let rows = [
+            ("graphile-worker", Side::Graphile, What::Untouched, None),
+            ("PostgreSQL, untouched", Side::Postgres, What::Untouched, Some(RUNS_ON_POSTGRES)),
+            ("PostgreSQL, updating", Side::Postgres, What::Updating, None),
+            ("SQLite, untouched", Side::Sqlite, What::Untouched, Some(RUNS_ON_SQLITE)),
+            ("SQLite, updating", Side::Sqlite, What::Updating, None),
+        ];
+        let each = rows.map(|(_, side, what, _)| (side, what, args.count, 0));
+        let rounds = self.by_turns(args.rounds, &each).await?;
+        println!("{:<24} {:>10} {:>8}", format!("{} records", args.count), "runs/s", "ratio");
+        for (row, (name, _, _, least)) in rows.iter().enumerate() {
+            let (rate, ratio) = (of(&rounds, row, 0), ratio(&rounds, (row, 0), (0, 0)));
+            println!("{name:<24} {rate:>10.0} {ratio:>8.2}");
+            if let Some(least) = least.filter(|least| ratio < *least) {
+                missed.push(format!("{name}: {ratio:.2} times graphile-worker, not {least}"));
+            }
+        }
+        Ok(())
+    }
+
+    async fn latency(&self, args: &Args, missed: &mut Vec<String>) -> anyhow::Result<()> {
+        let rows = [
+            ("graphile-worker, add", Side::Graphile, What::Enqueue, false),
+            ("PostgreSQL, update", Side::Postgres, What::Update, true),
+            ("PostgreSQL, spread", Side::Postgres, What::UpdateSpread, false),
+            ("PostgreSQL, enqueue", Side::Postgres, What::Enqueue, false),
+            ("SQLite, update", Side::Sqlite, What::Update, true),
+            ("SQLite, spread", Side::Sqlite, What::UpdateSpread, false),
+            ("SQLite, enqueue", Side::Sqlite, What::Enqueue, false),
+        ];
+        let each = rows.map(|(_, side, what, _)| (side, what, args.samples, 0));
+        let rounds = self.by_turns(args.rounds, &each).await?;
+        println!("{:<24} {:^25}   {:^25}", "ms to the start", "from the call", "from its return");
+        println!(
+            "{:<24} {:>8} {:>8} {:>7}   {:>8} {:>8} {:>7}",
+            "", "p50", "p99", "ratio", "p50", "p99", "ratio"
+        );
+        for (row, (name, _, _, checked)) in rows.iter().enumerate() {
+            let figure = |column| of(&rounds, row, column);
+            let ratios = [1, 3].map(|column| ratio(&rounds, (row, column), (0, column)));
+            println!(
+                "{name:<24} {:>8.2} {:>8.2} {:>7.2}   {:>8.2} {:>8.2} {:>7.2}",
+                figure(0),
+                figure(1),
+                ratios[0],
+                figure(2),
+                figure(3),
+                ratios[1],
+            );
+            for (ratio, from) in ratios.into_iter().zip(["the call", "its return"]) {
+                if *checked && ratio > LATENCY {
+                    let text =
+                        format!("{name}, p99 from {from}: {ratio:.2} times graphile-worker's");
+                    missed.push(text);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn backlog(&self, args: &Args) -> anyhow::Result<()> {
+        let each = [
+            (Side::Postgres, What::Untouched, args.count, 0),
+            (Side::Postgres, What::Untouched, args.count, args.waiting),
+            (Side::Sqlite, What::Untouched, args.count, 0),
+            (Side::Sqlite, What::Untouched, args.count, args.waiting),
+        ];
+        let rounds = self.by_turns(args.rounds, &each).await?;
+        println!(
+            "{:<24} {:>10} {:>14} {:>8}",
+            "untouched runs/s", "alone", "with backlog", "ratio"
+        );
+        for (row, name) in [(0, "PostgreSQL"), (2, "SQLite")] {
+            let [alone, beside] = [row, row + 1].map(|row| of(&rounds, row, 0));
+            let ratio = ratio(&rounds, (row + 1, 0), (row, 0));
+            println!("{name:<24} {alone:>10.0} {beside:>14.0} {ratio:>8.2}");
+        }
+        Ok(())
+    }
+
+    /// The figures of each round, of each measurement.
+    async fn by_turns(
+        &self,
+        rounds: usize,
+        each: &[(Side, What, u64, u64)],
+    ) -> anyhow::Result<Vec<Vec<Vec<f64>>>> {
+        let mut all = Vec::with_capacity(rounds);
+        for _ in 0..rounds {
+            let mut round = Vec::with_capacity(each.len());
+            for (side, what, count, waiting) in each {
+                round.push(self.measure(*side, *what, *count, *waiting).await?);
+            }
+            all.push(round);
+        }
+        Ok(all)
+    }
+
+    async fn measure(
+        &self,
+        side: Side,
+        what: What,
+        count: u64,
+        waiting: u64,
+    ) -> anyhow::Result<Vec<f64>> {
+        let mut ours = Command::new(std::env::current_exe()?);
+        let name = what.to_possible_value().expect("none is skipped");
+        ours.args(["stages-ours", name.get_name(), "--parallel", &PARALLEL.to_string()]);
+        ours.args(["--count", &count.to_string(), "--waiting", &waiting.to_string()]);
+        if side == Side::Sqlite {
+            let folder = setup::folder()?;
+            return figures(ours.arg("--folder").arg(folder.path()));
+        }
+        let url = self.server.database().await;
+        let figures = match (side, what) {
+            (Side::Graphile, What::Untouched) => self.graphile.measure("runs", &url, count)?,
+            (Side::Graphile, _) => self.graphile.measure("latency", &url, count)?,
+            _ => figures(ours.args(["--url", &url]))?,
+        };
+        // What is left of it must not be cleaned up during the next.
+        let server = Postgres::open(&self.server.url(), &[]).await?.client().await?;
+        let name = url.rsplit('/').next().expect("a URL ends with the name");
+        server.batch_execute(&format!("DROP DATABASE {name} WITH (FORCE)")).await?;
+        server.batch_execute("CHECKPOINT").await?;
+        Ok(figures)
+    }
+}
+
+/// Runs a measurement; what it prints is a figure a line.
+fn figures(command: &mut Command) -> anyhow::Result<Vec<f64>> {
+    let output = command.stderr(Stdio::inherit()).output()?;
+    anyhow::ensure!(output.status.success(), "a measurement failed: {}", output.status);
+    let figures = str::from_utf8(&output.stdout)?.lines().map(str::parse);
+    Ok(figures.collect::<Result<_, _>>()?)
+}
+
+fn of(rounds: &[Vec<Vec<f64>>], row: usize, column: usize) -> f64 {
+    median(&mut rounds.iter().map(|round| round[row][column]).collect::<Vec<_>>())
+}
+
+fn ratio(rounds: &[Vec<Vec<f64>>], ours: (usize, usize), other: (usize, usize)) -> f64 {
+    let ratios = rounds.iter().map(|round| round[ours.0][ours.1] / round[other.0][other.1]);
+    median(&mut ratios.collect::<Vec<_>>())
+}
