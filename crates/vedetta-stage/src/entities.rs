@@ -1,3 +1,4 @@
+use std::collections::HashSet;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
@@ -47,4 +48,10 @@ impl<E, R: Records, T> Entities<E, R, T> {
     pub(crate) fn shard(&self, id: &str) -> u16 {
         shard(id, self.shards)
     }
+}
+
+/// Each id once.
+pub(crate) fn distinct<I: Clone + ToString>(ids: &[I]) -> Vec<I> {
+    let mut seen = HashSet::with_capacity(ids.len());
+    ids.iter().filter(|id| seen.insert(id.to_string())).cloned().collect()
 }

@@ -1,6 +1,6 @@
 //! Stages on PostgreSQL: several processes share the queues of one database.
 //!
-//! Time is the database's alone: no two processes compare their clocks. Who enqueues says so with
+//! Time is the database's alone, in a transaction that of its beginning: no two processes compare their clocks. Who enqueues says so with
 //! `NOTIFY`, so that others look at once.
 //!
 //! What a transaction locks, it locks in this order, so that two of them never wait for each other: records of
@@ -23,9 +23,9 @@ use vedetta_db::postgres::tokio_postgres::types::{FromSql, ToSql};
 use vedetta_db::postgres::tokio_postgres::{Error, Row};
 use vedetta_db::postgres::{GenericClient, Heard, Postgres, PostgresError, Transaction};
 
-use crate::entities::Entities;
+use crate::entities::{Entities, distinct};
 use crate::entity::{Entity, Version};
-use crate::processor::{Backend, Ending, Saved};
+use crate::processor::{Backend, Ending, Saved, caught};
 use crate::record::Records as _;
 use crate::record::{
     Claim, Claimed, Fate, Lane, LaneCounts, Page, Record, Refused, StageError, Tally, Which,
@@ -85,6 +85,7 @@ macro_rules! enqueue {
                 visit_at = greatest(r.not_before, CASE WHEN r.due_at IS NULL THEN excluded.visit_at
                                     ELSE least(r.visit_at, excluded.visit_at) END),
                 failures = CASE WHEN r.due_at IS NULL THEN 0 ELSE r.failures END,
+                error = CASE WHEN r.due_at IS NULL THEN NULL ELSE r.error END,
                 due_at = CASE WHEN r.held_until IS NOT NULL THEN r.due_at
                               WHEN r.due_at IS NULL THEN greatest(r.not_before, excluded.visit_at)
                               ELSE greatest(r.not_before, least(r.visit_at, excluded.visit_at)) END"
@@ -114,7 +115,7 @@ const SORT: &str = concat!(
                AS u (lane, id, shard, delay, token)
           WHERE EXISTS (SELECT FROM vedetta_stage_record h
                         WHERE h.lane = $1 AND h.id = u.id AND h.token = u.token
-                              AND h.held_until > clock_timestamp())) AS u"
+                              AND h.held_until > now())) AS u"
     ),
     " RETURNING 1)
     DELETE FROM vedetta_stage_record
@@ -122,7 +123,7 @@ const SORT: &str = concat!(
           AND (SELECT count(pg_notify('vedetta_stage', news)) FROM unnest($9::text[]) AS n (news)) >= 0
           AND (SELECT set_config('synchronous_commit', 'off', true)) IS NOT NULL
           AND lane = $1 AND id = ANY ($7) AND (token IN (SELECT unnest($8::bigint[]))) IS TRUE
-          AND held_until > clock_timestamp() AND version = seen
+          AND held_until > now() AND version = seen
     RETURNING token"
 );
 
@@ -136,7 +137,12 @@ const CLAIM: &str = "
         seen = version,
         token = $5::bigint # hashtextextended(id, 0)
     WHERE ctid = ANY (ARRAY (
-        SELECT due.row FROM unnest($2::integer[]) AS s (shard) CROSS JOIN LATERAL (
+        SELECT due.row FROM (
+            SELECT shard FROM unnest($2::integer[]) AS s (shard)
+            WHERE EXISTS (SELECT FROM vedetta_stage_record r
+                          WHERE r.lane = $1 AND r.shard = s.shard AND r.due_at <= now())
+            ORDER BY random() LIMIT $6
+        ) AS s CROSS JOIN LATERAL (
             SELECT ctid AS row FROM vedetta_stage_record
             WHERE lane = $1 AND shard = s.shard AND due_at <= now()
             ORDER BY due_at LIMIT $3 FOR UPDATE SKIP LOCKED
@@ -156,19 +162,19 @@ const KEEP: &str = "
         held_until = now() + $4::bigint * interval '1 microsecond',
         due_at = now() + $4::bigint * interval '1 microsecond'
     WHERE lane = $1 AND id = ANY ($2) AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE
-          AND held_until > clock_timestamp()
+          AND held_until > now()
     RETURNING token";
 
 const HOLD: &str = "
     SELECT token FROM vedetta_stage_record
     WHERE lane = $1 AND id = ANY ($2) AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE
-          AND held_until > clock_timestamp()
+          AND held_until > now()
     ORDER BY id FOR UPDATE";
 
 const REMOVE: &str = "
     DELETE FROM vedetta_stage_record
     WHERE lane = $1 AND id = ANY ($2) AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE
-          AND held_until > clock_timestamp()
+          AND held_until > now()
           AND version = seen
     RETURNING token";
 
@@ -177,7 +183,7 @@ const REMAIN: &str = "
     UPDATE vedetta_stage_record SET
         held_until = NULL, due_at = visit_at, failures = 0, error = NULL, not_before = '-infinity'
     WHERE lane = $1 AND id = ANY ($2) AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE
-          AND held_until > clock_timestamp()
+          AND held_until > now()
     RETURNING token, extract(epoch FROM due_at - clock_timestamp())::float8";
 
 const MOVE: &str = "
@@ -200,7 +206,7 @@ const MOVE: &str = "
                           ELSE r.not_before END
     FROM unnest($2::text[], $3::bigint[], $4::text[], $5::bigint[], $6::bigint[], $7::text[],
                 $8::boolean[]) AS u (id, token, kind, after, not_before, error, park)
-    WHERE r.lane = $1 AND r.id = u.id AND r.token = u.token AND r.held_until > clock_timestamp()
+    WHERE r.lane = $1 AND r.id = u.id AND r.token = u.token AND r.held_until > now()
     RETURNING r.token, extract(epoch FROM r.due_at - clock_timestamp())::float8";
 
 /// The queues in one database.
@@ -431,15 +437,13 @@ impl crate::record::Records for Records {
         }
         let client = self.db.client().await?;
         let all: Vec<i32> = shards.iter().map(|shard| i32::from(*shard)).collect();
-        // With fewer places than shards, chance decides which have their turn.
-        let mut some = all.clone();
-        fastrand::shuffle(&mut some);
-        some.truncate(room as usize);
-        let each = i64::from(room) / i64::try_from(some.len()).unwrap_or(1);
+        // With fewer places than shards, chance decides which of those that have something due have a turn.
+        let turns = i64::from(room).min(i64::try_from(all.len()).unwrap_or(i64::MAX));
+        let each = i64::from(room) / turns;
         let (claim, next) =
             tokio::try_join!(client.prepare_cached(CLAIM), client.prepare_cached(NEXT_DUE))?;
         let (lease, token) = (micros(lease), fastrand::i64(..));
-        let claim_params: [&(dyn ToSql + Sync); 5] = [&lane.0, &some, &each, &lease, &token];
+        let claim_params: [&(dyn ToSql + Sync); 6] = [&lane.0, &all, &each, &lease, &token, &turns];
         let next_params: [&(dyn ToSql + Sync); 2] = [&lane.0, &all];
         // Sent together, done one after the other.
         let (rows, next) = tokio::try_join!(
@@ -551,7 +555,8 @@ impl crate::record::Records for Records {
         let client = self.db.client().await?;
         let sql = "
             UPDATE vedetta_stage_record SET
-                version = version + 1, failures = 0, not_before = '-infinity', visit_at = now(),
+                version = version + 1, failures = 0, error = NULL, not_before = '-infinity',
+                visit_at = now(),
                 due_at = CASE WHEN held_until IS NULL THEN now() ELSE due_at END
             WHERE lane = (SELECT lane FROM vedetta_stage_lane WHERE entity = $1 AND stage = $2)
                   AND id = $3
@@ -699,7 +704,7 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
         ids: &[E::Id],
         change: impl Fn(&mut E) + Send + Sync,
     ) -> Result<Vec<E>, StageError> {
-        let (mut left, mut updated) = (ids.to_vec(), Vec::with_capacity(ids.len()));
+        let (mut left, mut updated) = (distinct(ids), Vec::with_capacity(ids.len()));
         let mut client = self.records.db.client().await?;
         while !left.is_empty() {
             let tx = client.transaction().await?;
@@ -873,7 +878,7 @@ impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, Records, T> {
         }
         if !saving.is_empty() {
             let some: Vec<_> = saving.iter().map(|index| &endings[*index]).collect();
-            match self.settle_saving(lane, &some).await {
+            match caught(self.settle_saving(lane, &some)).await {
                 Ok(saved) => {
                     for (index, saved) in saving.into_iter().zip(saved) {
                         answers[index] = Some(Ok(saved));
@@ -883,7 +888,7 @@ impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, Records, T> {
                 // One that cannot be saved must not hold up the others.
                 Err(_) => {
                     for index in saving {
-                        let saved = self.settle_saving(lane, &[&endings[index]]).await;
+                        let saved = caught(self.settle_saving(lane, &[&endings[index]])).await;
                         answers[index] = Some(match saved {
                             Ok(saved) => Ok(saved[0]),
                             Err(error) if error.is_transient() => return Err(error),

@@ -5,11 +5,13 @@
 use std::collections::HashMap;
 use std::future::Future;
 use std::num::NonZeroU32;
+use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
 use tokio::sync::{Mutex, watch};
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
@@ -408,7 +410,7 @@ impl<E: Entity, B: Backend<E>> StageQueue<E, B> {
                 }
             }
         }
-        match self.backend.load(ids).await {
+        match caught(self.backend.load(ids)).await {
             Ok(found) => {
                 for entity in found {
                     items.insert(entity.id().to_string().into(), Item::Entity(entity));
@@ -419,7 +421,7 @@ impl<E: Entity, B: Backend<E>> StageQueue<E, B> {
             Err(_) => {
                 for claim in claims {
                     let Ok(id) = claim.id.parse::<E::Id>() else { continue };
-                    let item = match self.backend.load(vec![id]).await {
+                    let item = match caught(self.backend.load(vec![id])).await {
                         Ok(mut found) => found.pop().map_or(Item::Missing, Item::Entity),
                         Err(error) if error.is_transient() => return Err(error),
                         Err(error) => Item::Unreadable(explain(&error)),
@@ -530,6 +532,17 @@ impl<E: Entity, B: Backend<E>> Queue for StageQueue<E, B> {
             () = resharded => {}
         }
     }
+}
+
+/// A panic in a user's table is a failure of what it was about, and not the end of the stage.
+pub(crate) async fn caught<T>(
+    work: impl Future<Output = Result<T, StageError>> + Send,
+) -> Result<T, StageError> {
+    AssertUnwindSafe(work).catch_unwind().await.unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+        let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+        Err(StageError::Failed(format!("the table panicked: {text}").into()))
+    })
 }
 
 fn failed(what: &str, error: StageError) -> QueueError {

@@ -13,7 +13,7 @@ use vedetta_core::queue::{Kept, Settled};
 use vedetta_db::rusqlite::{self, Connection, OptionalExtension as _, Row, params};
 use vedetta_db::{CommitError, Db, Mirror, Purpose, ReadError, Rows, Schema, Stop, WriteError};
 
-use crate::entities::Entities;
+use crate::entities::{Entities, distinct};
 use crate::entity::{Entity, Version};
 use crate::processor::{Backend, Ending, Saved};
 use crate::record::{
@@ -247,6 +247,7 @@ impl Desk {
                 visit_at = max(not_before, CASE WHEN due_at IS NULL THEN excluded.visit_at
                                                 ELSE min(visit_at, excluded.visit_at) END),
                 failures = CASE WHEN due_at IS NULL THEN 0 ELSE failures END,
+                error = CASE WHEN due_at IS NULL THEN NULL ELSE error END,
                 due_at = CASE WHEN held_until IS NOT NULL THEN due_at
                               WHEN due_at IS NULL THEN max(not_before, excluded.visit_at)
                               ELSE max(not_before, min(visit_at, excluded.visit_at)) END";
@@ -545,7 +546,7 @@ impl crate::record::Records for Records {
             let Some(lane) = lane_of(tx, &entity, &stage)? else { return Ok(false) };
             let sql = "
                 UPDATE stage_record SET
-                    version = version + 1, failures = 0, not_before = 0, visit_at = ?3,
+                    version = version + 1, failures = 0, error = NULL, not_before = 0, visit_at = ?3,
                     due_at = CASE WHEN held_until IS NULL THEN ?3 ELSE due_at END
                 WHERE lane = ?1 AND id = ?2";
             let found = tx.prepare_cached(sql)?.execute(params![lane.0, id, desk.clock.now()])?;
@@ -619,7 +620,7 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
         ids: &[E::Id],
         change: impl Fn(&mut E) + Send + 'static,
     ) -> Result<Vec<E>, StageError> {
-        let (this, ids) = (self.clone(), ids.to_vec());
+        let (this, ids) = (self.clone(), distinct(ids));
         let update = move |tx: &Connection, _: &Desk| {
             let mut entities = this.table.load(tx, &ids)?;
             for entity in &mut entities {
@@ -707,6 +708,9 @@ impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, Records, T> {
             answers[index] = Some(match written {
                 Ok(saved) => Ok(saved),
                 Err(WriteError::Refused(error)) => Err(Refused(error.to_string())),
+                Err(WriteError::Lost(CommitError::Panicked)) => {
+                    Err(Refused("it panicked while it was saved".into()))
+                }
                 Err(WriteError::Lost(lost)) => return Err(lost.into()),
                 Err(_) => unreachable!("a write is refused or lost"),
             });

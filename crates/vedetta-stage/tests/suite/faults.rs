@@ -8,7 +8,10 @@ use testing::soon;
 use vedetta_core::Backoff;
 use vedetta_stage::{BoxError, Fate, Record, Records as _, SYSTEM, Version, Visit, Which};
 
-use super::{Ask, HOUR, ORDERS, Order, OrderId, Step, World, about, eventually, held, status};
+use super::{
+    Ask, HOUR, ORDERS, Order, OrderId, Step, UNREADABLE, UNWRITABLE, World, about, eventually,
+    held, status,
+};
 
 const STAGE: &str = "packing";
 
@@ -109,6 +112,33 @@ pub async fn a_row_that_cannot_be_read_harms_its_own_records_only<W: World>() {
     world.mend(1).await;
     assert!(world.records().retry(ORDERS, STAGE, "order-1").await.unwrap());
     world.rests().await;
+}
+
+pub async fn a_table_that_panics_when_it_saves_harms_that_record_only<W: World>() {
+    let world = nine_orders::<W>().await;
+    let scratch = |mut order: Order| async {
+        order.marks.push(UNWRITABLE.into());
+        Ok(Visit::updated(order))
+    };
+    let _processing = world.process([packing(scratch)]).await;
+    only_the_first_is_harmed(&world, "panicked").await;
+}
+
+pub async fn a_table_that_panics_when_it_reads_harms_that_record_only<W: World>() {
+    let world = W::new().await;
+    let mut orders: Vec<Order> = (1..=9).map(Order::new).collect();
+    orders[0].marks.push(UNREADABLE.into());
+    world.create(orders).await.unwrap();
+    let leave = |_| async { Ok(Visit::untouched()) };
+    let _processing = world.process([packing(leave)]).await;
+    eventually("it is told why", async || {
+        let record = world.record(SYSTEM, 1).await.expect("it stays");
+        record.error.is_some_and(|error| error.contains("a mark too many"))
+    })
+    .await;
+    for id in 2..=9 {
+        eventually("the others are packed", async || world.get(id).await.state == "packed").await;
+    }
 }
 
 pub async fn an_id_that_cannot_be_read_harms_its_own_record_only<W: World>() {

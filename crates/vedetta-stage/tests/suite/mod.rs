@@ -82,14 +82,20 @@ impl Order {
 
     /// As a database has it.
     pub fn marks_as_text(&self) -> String {
+        assert!(self.marks.iter().all(|mark| mark != UNWRITABLE), "a mark too many");
         self.marks.join(" ")
     }
 
     /// And back.
     pub fn marks_of_text(text: &str) -> Vec<String> {
+        assert!(!text.contains(UNREADABLE), "a mark too many");
         text.split_whitespace().map(str::to_owned).collect()
     }
 }
+
+/// Marks over which the table panics when it writes them, or reads them.
+pub const UNWRITABLE: &str = "unwritable";
+pub const UNREADABLE: &str = "unreadable";
 
 impl Entity for Order {
     type Id = OrderId;
@@ -358,6 +364,8 @@ macro_rules! suite {
                 a_save_the_table_refuses_harms_its_own_record_only
                 a_row_that_cannot_be_read_harms_its_own_records_only
                 an_id_that_cannot_be_read_harms_its_own_record_only
+                a_table_that_panics_when_it_saves_harms_that_record_only
+                a_table_that_panics_when_it_reads_harms_that_record_only
                 an_entity_that_is_gone_takes_its_records_along
                 a_stage_whose_question_panics_is_asked_again
                 the_waits_of_a_record_grow_with_its_failures_up_to_a_limit

@@ -151,7 +151,7 @@ impl Model {
         };
         if let Standing::Parked = known.standing {
             (known.visit, known.standing) = (wish, Standing::Free);
-            known.failures = 0;
+            (known.failures, known.error) = (0, None);
         }
         known.visit = known.visit.earlier(wish).later(known.not_before);
         known.written();
@@ -270,7 +270,8 @@ impl Model {
     fn retried(&mut self, now: Span, id: &str, answer: bool) {
         let Some(known) = self.records.get_mut(id) else { return assert!(!answer) };
         assert!(answer);
-        (known.failures, known.not_before, known.visit) = (0, Span::NEVER, now);
+        (known.failures, known.error, known.visit) = (0, None, now);
+        known.not_before = Span::NEVER;
         known.written();
         if let Standing::Parked = known.standing {
             known.standing = Standing::Free;
