@@ -72,7 +72,8 @@ enum Scenario {
 /// How many times graphile-worker's jobs our untouched runs must be, on each database.
 const RUNS_ON_POSTGRES: f64 = 1.0;
 const RUNS_ON_SQLITE: f64 = 2.0;
-/// And the p99 from an update to the start, of that from an added job, at most.
+/// And the p99 from the call that updates to the start, of that from the call that adds a job, at most.
+/// It is shown from the return, too; but a job may begin before its caller has the answer.
 const LATENCY: f64 = 1.0;
 
 /// As many as graphile-worker's page on performance has.
@@ -169,12 +170,8 @@ impl Bench {
                 figure(3),
                 ratios[1],
             );
-            for (ratio, from) in ratios.into_iter().zip(["the call", "its return"]) {
-                if *checked && ratio > LATENCY {
-                    let text =
-                        format!("{name}, p99 from {from}: {ratio:.2} times graphile-worker's");
-                    missed.push(text);
-                }
+            if *checked && ratios[0] > LATENCY {
+                missed.push(format!("{name}, p99: {:.2} times graphile-worker's", ratios[0]));
             }
         }
         Ok(())
