@@ -141,9 +141,9 @@ async fn workers_and_their_postgresql_killed_again_and_again_lose_nothing() {
         }
     }
     // One that came while the server was away has ended: that is an error at the start.
-    for n in 0..3 {
-        if workers[n].0.try_wait().unwrap().is_some() {
-            workers[n] = start(n);
+    for (n, worker) in workers.iter_mut().enumerate() {
+        if worker.0.try_wait().unwrap().is_some() {
+            *worker = start(n);
         }
     }
 

@@ -20,8 +20,9 @@ async fn leave_records(url: &str) {
     records.enqueue(pay, &visits).await.unwrap();
     records.enqueue(pack, &[("3", 0, FAR)]).await.unwrap();
     for claim in records.claim(pay, &[0], 2, FAR).await.unwrap().claims {
-        let (after, not_before, park) = (FAR, Duration::ZERO, true);
-        let fate = Fate::Failed { after, not_before, error: "declined\n\x1b[31m".into(), park };
+        let (after, not_before) = (FAR, Duration::ZERO);
+        let fate =
+            Fate::Failed { after, not_before, error: "declined\n\x1b[31m".into(), park: true };
         records.settle(pay, &[(claim, fate)]).await.unwrap();
     }
 }
