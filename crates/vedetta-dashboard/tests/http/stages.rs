@@ -21,8 +21,8 @@ async fn stages_are_shown_with_what_is_wrong_and_a_record_can_be_tried_again() {
     let pack = records.lane("order", "pack").await.unwrap();
     records.enqueue(pay, &[("a/b", 0, Duration::ZERO)]).await.unwrap();
     let claimed = records.claim(pay, &[0], 9, FAR).await.unwrap();
-    let (after, not_before, park) = (FAR, Duration::ZERO, true);
-    let fate = Fate::Failed { after, not_before, error: "declined <b>".into(), park };
+    let (after, not_before) = (FAR, Duration::ZERO);
+    let fate = Fate::Failed { after, not_before, error: "declined <b>".into(), park: true };
     records.settle(pay, &[(claimed.claims[0].clone(), fate)]).await.unwrap();
     let visits = [("1", 0, FAR), ("2", 0, FAR), ("3", 0, FAR)];
     records.enqueue(pack, &visits).await.unwrap();
