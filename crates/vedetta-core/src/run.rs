@@ -1,3 +1,4 @@
+use std::any::Any;
 use std::error::Error;
 use std::fmt;
 use std::time::Duration;
@@ -45,6 +46,15 @@ pub enum Failure {
     Panic(String),
     /// It took longer than it may.
     Timeout(Duration),
+}
+
+impl Failure {
+    /// What a panic said.
+    pub fn of_panic(panic: &(dyn Any + Send)) -> Self {
+        let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+        let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+        Self::Panic(text.unwrap_or_else(|| "no message".into()))
+    }
 }
 
 impl fmt::Display for Failure {

@@ -23,7 +23,7 @@ use parking_lot::Mutex;
 use slab::Slab;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep_until, timeout_at};
+use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use vedetta_core::queue::{End, Kept, Settled, Taken};
 use vedetta_core::{Backoff, Command, Handler, Queue, QueueError, Slot, explain};
@@ -77,6 +77,8 @@ pub struct PullStatus {
     pub waiting: usize,
     /// Takes nothing.
     pub paused: bool,
+    /// It was told to stop, and has.
+    pub has_ended: bool,
     /// What became of the rest.
     pub flow: Flow,
     /// Why the queue cannot be reached.
@@ -102,7 +104,11 @@ impl Pulling {
 
     /// What it is at.
     pub fn status(&self) -> PullStatus {
-        self.status.lock().clone()
+        let mut status = self.status.lock().clone();
+        if self.task.as_ref().is_some_and(JoinHandle::is_finished) && !status.has_ended {
+            status.trouble = Some("it broke down".into());
+        }
+        status
     }
 
     /// Takes nothing more, gives back what was not begun, lets runs end within `grace`, ends the rest,
@@ -144,6 +150,7 @@ impl Puller {
             held: Slab::new(),
             costs: Vec::new(),
             load: 0,
+            unsettled: 0,
             ended: Vec::new(),
             look: Look::Now,
             trip: Average::default(),
@@ -155,6 +162,7 @@ impl Puller {
             settle_failures: 0,
             keeping: None,
             keep_at: Instant::now() + self.lease / 3,
+            late_at: Instant::now() + self.lease,
             paused: false,
             flow: Flow::default(),
             trouble: None,
@@ -190,15 +198,23 @@ struct Holding<C, I> {
     claim: C,
     /// The how manieth it was: its slot is another's once it is settled.
     number: u64,
-    /// Until it runs.
-    item: Option<I>,
     cost: u32,
     /// Until then the lease is ours for sure.
     sure_until: Instant,
-    /// It no longer is.
-    is_lost: bool,
-    /// It ended: only its settling is left.
-    is_over: bool,
+    at: At<I>,
+}
+
+/// Where something stands that was taken.
+enum At<I> {
+    /// It waits for room.
+    Waiting(I),
+    Running,
+    /// It runs still, but its lease is lost.
+    Lost,
+    /// It ended, and is to be settled.
+    Over,
+    /// That is under way.
+    Settling,
 }
 
 type Flight<T> = Pin<Box<dyn Future<Output = T> + Send>>;
@@ -228,6 +244,8 @@ struct Task<Q: Queue, H> {
     costs: Vec<u32>,
     /// What all that waits or runs costs.
     load: u32,
+    /// What ended and the queue has not noted.
+    unsettled: usize,
     ended: Vec<(Slot, End<Q::Outcome>)>,
     look: Look,
     /// How long a take takes.
@@ -243,6 +261,8 @@ struct Task<Q: Queue, H> {
     settle_failures: u32,
     keeping: Option<Flight<Keeping>>,
     keep_at: Instant,
+    /// Before that, every lease is ours for sure.
+    late_at: Instant,
     paused: bool,
     flow: Flow,
     trouble: Option<String>,
@@ -281,6 +301,7 @@ where
             }
             self.take();
             self.settle();
+            self.give_up();
             self.keep();
             self.start_due();
             self.report();
@@ -301,7 +322,11 @@ where
             }
         }
         drop(woken);
-        self.drain(&stop, &grace).await
+        let status = Arc::clone(&self.status);
+        let ended = self.drain(&stop, &grace).await;
+        let mut status = status.lock();
+        (status.running, status.waiting, status.has_ended) = (0, 0, true);
+        ended
     }
 
     /// The next thing to happen. Cancel safety: a dropped future loses nothing.
@@ -328,6 +353,7 @@ where
             () = sleep_until(self.keep_at), if self.keeping.is_none() && !self.held.is_empty() => {
                 Event::Time
             }
+            () = sleep_until(self.late_at), if !self.held.is_empty() => Event::Time,
         }
     }
 
@@ -356,8 +382,13 @@ where
     }
 
     fn take(&mut self) {
-        let room = (self.options.limits.capacity.get() + self.ahead()).saturating_sub(self.load);
+        let most = self.options.limits.capacity.get().saturating_add(self.ahead());
+        let room = most.saturating_sub(self.load);
         if self.paused || self.taking.is_some() || self.look != Look::Now || room == 0 {
+            return;
+        }
+        // Nobody knows yet how these ended: with many of them there will not be more.
+        if self.unsettled >= MOST as usize {
             return;
         }
         // Until it is told otherwise, or something wakes it meanwhile.
@@ -382,14 +413,17 @@ where
             }
         };
         (self.failures, self.trouble) = (0, None);
-        if self.look != Look::Now {
-            self.look = match taken.rest {
-                None => Look::Now,
-                Some(rest) => Look::At(Instant::now() + rest.min(self.options.poll)),
-            };
-        }
+        self.look = match (self.look, taken.rest) {
+            (Look::Now, _) | (_, None) => Look::Now,
+            // What was settled meanwhile may be due earlier.
+            (Look::At(at), Some(rest)) => {
+                Look::At(at.min(Instant::now() + rest.min(self.options.poll)))
+            }
+        };
         let (capacity, now) = (self.options.limits.capacity.get(), self.runner.now());
         let mut cost_taken = 0_u32;
+        let sure_until = asked + self.options.lease;
+        self.late_at = self.late_at.min(sure_until);
         for handed in taken.items {
             let cost = handed.cost.clamp(1, capacity);
             cost_taken = cost_taken.saturating_add(cost);
@@ -397,11 +431,9 @@ where
             let index = self.held.insert(Holding {
                 claim: handed.claim,
                 number: self.flow.taken,
-                item: Some(handed.item),
                 cost,
-                sure_until: asked + self.options.lease,
-                is_lost: false,
-                is_over: false,
+                sure_until,
+                at: At::Waiting(handed.item),
             });
             self.costs.resize(self.costs.len().max(index + 1), 0);
             self.costs[index] = cost;
@@ -414,7 +446,10 @@ where
     fn start_due(&mut self) {
         let (held, handler, costs) = (&mut self.held, &self.handler, &self.costs);
         self.runner.start_due(
-            |slot| held[index(slot)].item.take().map(|item| handler.handle(item)),
+            |slot| match std::mem::replace(&mut held[index(slot)].at, At::Running) {
+                At::Waiting(item) => Some(handler.handle(item)),
+                _ => unreachable!("what starts has waited"),
+            },
             |slot| costs[index(slot)],
         );
     }
@@ -432,12 +467,13 @@ where
     /// Nothing is left to do but to settle it.
     fn over(&mut self, slot: Slot, end: End<Q::Outcome>) {
         let holding = &mut self.held[index(slot)];
-        holding.is_over = true;
         self.load -= holding.cost;
-        if holding.is_lost {
+        if let At::Lost = holding.at {
             self.flow.stale += 1;
             self.held.remove(index(slot));
         } else {
+            holding.at = At::Over;
+            self.unsettled += 1;
             self.ended.push((slot, end));
         }
     }
@@ -450,7 +486,11 @@ where
         let (slots, told): (Vec<_>, Vec<_>) = self
             .ended
             .drain(..count)
-            .map(|(slot, end)| (slot, (self.held[index(slot)].claim.clone(), end)))
+            .map(|(slot, end)| {
+                let holding = &mut self.held[index(slot)];
+                holding.at = At::Settling;
+                (slot, (holding.claim.clone(), end))
+            })
             .unzip();
         let queue = Arc::clone(&self.queue);
         self.settling = Some(Box::pin(async move {
@@ -468,6 +508,7 @@ where
                     settling.slots.into_iter().zip(settling.told).zip(answers)
                 {
                     self.held.remove(index(slot));
+                    self.unsettled -= 1;
                     match (answer, end) {
                         (Settled::Stale, _) => self.flow.stale += 1,
                         (_, End::Done(_)) => self.flow.done += 1,
@@ -487,6 +528,9 @@ where
                 let wait = RECONNECT.delay(self.settle_failures, fastrand::f64());
                 self.settle_failures = self.settle_failures.saturating_add(1);
                 self.settle_at = Some(Instant::now() + wait);
+                for slot in &settling.slots {
+                    self.held[index(*slot)].at = At::Over;
+                }
                 let told = settling.slots.into_iter().zip(settling.told);
                 self.ended.splice(0..0, told.map(|(slot, (_, end))| (slot, end)));
                 self.in_trouble(&error);
@@ -494,21 +538,34 @@ where
         }
     }
 
+    /// Gives up what could not be prolonged in time: it may be somebody else's.
+    fn give_up(&mut self) {
+        let now = Instant::now();
+        if now < self.late_at {
+            return;
+        }
+        let works = |at: &At<Q::Item>| matches!(at, At::Waiting(_) | At::Running);
+        let works = self.held.iter().filter(|(_, held)| works(&held.at));
+        let (late, sure): (Vec<_>, Vec<_>) =
+            works.map(|(index, held)| (index, held.sure_until)).partition(|(_, sure)| *sure <= now);
+        let next = sure.into_iter().map(|(_, until)| until).min();
+        self.late_at = next.unwrap_or(now + self.options.lease);
+        late.into_iter().for_each(|(index, _)| self.lost(slot(index)));
+    }
+
     fn keep(&mut self) {
         let now = Instant::now();
         if self.keeping.is_some() || now < self.keep_at {
             return;
         }
-        self.keep_at = now + self.options.lease / 3;
-        // What could not be prolonged in time is somebody else's.
-        let late = self.held.iter().filter(|(_, held)| !held.is_over && held.sure_until <= now);
-        let late: Vec<Slot> = late.map(|(index, _)| slot(index)).collect();
-        late.into_iter().for_each(|slot| self.lost(slot));
-
+        let lease = self.options.lease;
+        self.keep_at = now + lease / 3;
+        // What is being settled is not asked for: it may have to wait for that.
+        let ours = |at: &At<Q::Item>| !matches!(at, At::Lost | At::Settling);
         let (asked_for, claims): (Vec<_>, Vec<_>) = self
             .held
             .iter()
-            .filter(|(_, held)| !held.is_lost)
+            .filter(|(_, held)| ours(&held.at))
             .map(|(index, held)| ((slot(index), held.number), held.claim.clone()))
             .unzip();
         if asked_for.is_empty() {
@@ -517,7 +574,11 @@ where
         let queue = Arc::clone(&self.queue);
         self.keeping = Some(Box::pin(async move {
             let held: Vec<&Q::Claim> = claims.iter().collect();
-            Keeping { asked_for, asked: now, answer: queue.keep(&held).await }
+            let answer = timeout(lease, queue.keep(&held)).await;
+            let answer = answer.unwrap_or_else(|late| {
+                Err(QueueError::new("prolonging leases", Some(late.into())))
+            });
+            Keeping { asked_for, asked: now, answer }
         }));
     }
 
@@ -533,8 +594,7 @@ where
                             held.sure_until =
                                 held.sure_until.max(keeping.asked + self.options.lease);
                         }
-                        Kept::Lost if !held.is_over => self.lost(slot),
-                        Kept::Lost => {}
+                        Kept::Lost => self.lost(slot),
                     }
                 }
             }
@@ -542,17 +602,20 @@ where
         }
     }
 
-    /// The lease is gone, and with it the right to do this.
+    /// The lease is gone, and with it the right to do this. What has ended the queue will refuse.
     fn lost(&mut self, slot: Slot) {
         let held = &mut self.held[index(slot)];
-        if held.is_lost {
-            return;
-        }
-        held.is_lost = true;
-        let began = held.item.take().is_none();
-        self.runner.cancel(slot);
-        if !began {
-            self.over(slot, End::Released);
+        match held.at {
+            At::Waiting(_) => {
+                held.at = At::Lost;
+                self.runner.cancel(slot);
+                self.over(slot, End::Released);
+            }
+            At::Running => {
+                held.at = At::Lost;
+                self.runner.cancel(slot);
+            }
+            At::Lost | At::Over | At::Settling => {}
         }
     }
 
@@ -584,22 +647,22 @@ where
             self.took(took);
         }
         self.runner.pause(true);
-        let unbegun = self.held.iter().filter(|(_, held)| held.item.is_some());
+        let unbegun = self.held.iter().filter(|(_, held)| matches!(held.at, At::Waiting(_)));
         let unbegun: Vec<Slot> = unbegun.map(|(index, _)| slot(index)).collect();
         for slot in unbegun {
-            self.held[index(slot)].item = None;
             self.runner.cancel(slot);
             self.over(slot, End::Released);
         }
 
-        let mut deadline = None;
-        let mut aborted = 0;
+        // First the grace; then a last moment, in which runs end and the queue is told.
+        let (mut deadline, mut aborted) = (None, None);
         loop {
             self.settle();
+            self.give_up();
             self.keep();
             self.report();
             if self.runner.running() == 0 && self.ended.is_empty() && self.settling.is_none() {
-                return aborted;
+                return aborted.unwrap_or(0);
             }
             if deadline.is_none() && stop.is_cancelled() {
                 deadline = Some(Instant::now() + *grace.lock());
@@ -609,12 +672,11 @@ where
                 event = self.next(false) => self.handle(event),
                 () = stop.cancelled(), if deadline.is_none() => {}
                 () = sleep_until(deadline.unwrap_or_else(Instant::now)), if deadline.is_some() => {
-                    let running = self.runner.running();
-                    if running == 0 {
-                        // The queue cannot be reached: what it was not told comes back to others.
+                    // What the queue was not told comes back to others.
+                    if let Some(aborted) = aborted {
                         return aborted;
                     }
-                    aborted += running;
+                    aborted = Some(self.runner.running());
                     self.runner.abort();
                     deadline = Some(Instant::now() + LAST_WORDS);
                 }

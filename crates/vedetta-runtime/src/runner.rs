@@ -257,7 +257,7 @@ impl<T: Send + 'static> Runner<T> {
             Ok((id, Err(failure))) => (id, Outcome::Failed(failure)),
             Err(error) if error.is_cancelled() => (error.id(), Outcome::Cancelled),
             Err(error) => {
-                (error.id(), Outcome::Failed(Failure::Panic(message(error.into_panic().as_ref()))))
+                (error.id(), Outcome::Failed(Failure::of_panic(error.into_panic().as_ref())))
             }
         };
         let slot = self.of_task.remove(&id).expect("every task is known");
@@ -284,10 +284,4 @@ async fn beating<F: Future + Unpin>(
             _ = beats.tick() => beat(slot),
         }
     }
-}
-
-/// What a panic said.
-pub(crate) fn message(panic: &(dyn std::any::Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())
 }

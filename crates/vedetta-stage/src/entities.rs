@@ -36,8 +36,8 @@ impl<E, R: Records, T> Entities<E, R, T> {
         Ok(Self { records, name, shards: 1, system, table, entity: PhantomData })
     }
 
-    /// Divides them into so many shards, for processes to [share](crate::Processor::shards). The same in
-    /// every process; after a change, records made before are in the shards they were in.
+    /// Divides them into so many shards, for processes to [share](crate::Processor::shards). It must be the
+    /// same in every process, and what they share; to change it, stop them all first.
     #[must_use]
     pub fn sharded(mut self, shards: u16) -> Self {
         self.shards = shards.max(1);

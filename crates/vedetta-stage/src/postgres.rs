@@ -1,10 +1,12 @@
 //! Stages on PostgreSQL: several processes share the queues of one database.
 //!
-//! Time is the database's alone, in a transaction that of its beginning: no two processes compare their clocks. Who enqueues says so with
-//! `NOTIFY`, so that others look at once.
+//! Time is the database's alone, and within a transaction it stands still: no two processes compare their
+//! clocks. Who enqueues says so with `NOTIFY`, so that others look at once.
 //!
-//! What a transaction locks, it locks in this order, so that two of them never wait for each other: records of
-//! stages, entities, records of the system stage; and of each the smaller ids first.
+//! What a transaction of ours locks, it locks in this order: records of stages, entities, records of the system
+//! stage; and of each the smaller ids first. One that meets another order, as a user's may, is done again
+//! if PostgreSQL finds the two waiting for each other. Nobody waits long for an entity that somebody keeps
+//! locked: its record is given back, and the others are saved.
 //!
 //! A claim does not wait for the disk: a claim lost with the server is as if it had not been made.
 
@@ -20,6 +22,7 @@ use vedetta_core::explain;
 use vedetta_core::queue::{Kept, Settled};
 use vedetta_db::Schema;
 use vedetta_db::postgres::tokio_postgres::types::{FromSql, ToSql};
+use vedetta_db::postgres::tokio_postgres::error::SqlState;
 use vedetta_db::postgres::tokio_postgres::{Error, Row};
 use vedetta_db::postgres::{GenericClient, Heard, Postgres, PostgresError, Transaction};
 
@@ -67,6 +70,9 @@ pub const SCHEMA: Schema = Schema {
             WHERE due_at IS NOT NULL;
     "],
 };
+
+/// The wait for records that are due and locked.
+const BUSY: Duration = Duration::from_millis(10);
 
 /// On it goes which lane has something new, and who said so.
 const CHANNEL: &str = "vedetta_stage";
@@ -165,10 +171,12 @@ const KEEP: &str = "
           AND held_until > now()
     RETURNING token";
 
+/// From here on the transaction waits for nobody longer than that.
 const HOLD: &str = "
     SELECT token FROM vedetta_stage_record
     WHERE lane = $1 AND id = ANY ($2) AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE
           AND held_until > now()
+          AND (SELECT set_config('lock_timeout', '2s', true)) IS NOT NULL
     ORDER BY id FOR UPDATE";
 
 const REMOVE: &str = "
@@ -347,7 +355,9 @@ async fn settle(
     }
 
     let mut moves = Moves::default();
-    ends.iter().for_each(|(claim, fate)| moves.push(claim, fate));
+    let mut moving = ends.to_vec();
+    moving.sort_unstable_by(|(a, _), (b, _)| a.id.cmp(&b.id));
+    moving.into_iter().for_each(|(claim, fate)| moves.push(claim, fate));
     if !moves.ids.is_empty() {
         let params: [&(dyn ToSql + Sync); 8] = [
             &lane.0,
@@ -375,7 +385,7 @@ struct Moves<'c> {
     kinds: Vec<&'static str>,
     afters: Vec<i64>,
     not_befores: Vec<i64>,
-    errors: Vec<Option<&'c str>>,
+    errors: Vec<Option<String>>,
     parks: Vec<bool>,
 }
 
@@ -459,7 +469,12 @@ impl crate::record::Records for Records {
             });
         }
         let rest = next.try_get::<_, Option<f64>>(0)?.map_or(Duration::MAX, delay);
-        let rest = (claims.len() < room as usize).then_some(rest);
+        let rest = match (claims.is_empty(), rest) {
+            // What is due is being written to by somebody: soon it may be had.
+            (true, Duration::ZERO) => Some(BUSY),
+            (false, Duration::ZERO) => None,
+            (_, rest) => Some(rest),
+        };
         Ok(Claimed { claims, rest })
     }
 
@@ -481,7 +496,27 @@ impl crate::record::Records for Records {
     async fn settle(&self, lane: Lane, ends: &[(Claim, Fate)]) -> Result<Vec<Settled>, StageError> {
         let client = self.db.client().await?;
         let ends: Vec<_> = ends.iter().map(|(claim, fate)| (claim, fate)).collect();
-        let settled = settle(&client, lane, &ends).await?;
+        let settled = match settle(&client, lane, &ends).await.map_err(StageError::from) {
+            Ok(settled) => settled,
+            Err(error) if error.is_transient() || ends.len() == 1 => return Err(error),
+            // One that cannot be settled must not hold up the others: its lease will lapse.
+            Err(_) => {
+                let mut settled = Vec::with_capacity(ends.len());
+                for end in &ends {
+                    let one = settle(&client, lane, std::slice::from_ref(end)).await;
+                    settled.push(match one.map_err(StageError::from) {
+                        Ok(one) => one[0],
+                        Err(error) if error.is_transient() => return Err(error),
+                        Err(error) => {
+                            let why = explain(&error);
+                            tracing::error!(id = &*end.0.id, error = why, "cannot be settled");
+                            Settled::Stale
+                        }
+                    });
+                }
+                settled
+            }
+        };
         if gives_back(&ends) {
             self.tell(&client, lane).await?;
             self.bells.ring(lane);
@@ -570,6 +605,13 @@ impl crate::record::Records for Records {
         Ok(true)
     }
 
+    async fn reshard(&self, lane: Lane, count: u16) -> Result<(), StageError> {
+        let client = self.db.client().await?;
+        let sql = "UPDATE vedetta_stage_record SET shard = shard % $2 WHERE lane = $1 AND shard >= $2";
+        client.execute(sql, &[&lane.0, &i32::from(count.max(1))]).await?;
+        Ok(())
+    }
+
     async fn note(&self, lane: Lane, tally: Tally) -> Result<(), StageError> {
         let client = self.db.client().await?;
         let sql = "UPDATE vedetta_stage_lane SET done = done + $2, failed = failed + $3,
@@ -592,6 +634,13 @@ impl Records {
         db.execute(&statement, &[&CHANNEL, &self.bells.news(lane)]).await?;
         Ok(())
     }
+}
+
+/// Somebody kept something locked for too long.
+fn is_locked(error: &StageError) -> bool {
+    let StageError::Failed(cause) = error else { return false };
+    let code = SqlState::LOCK_NOT_AVAILABLE;
+    matches!(cause.downcast_ref(), Some(PostgresError::Refused { code: found, .. }) if found == code.code())
 }
 
 /// What was given back may be taken by others at once.
@@ -654,7 +703,9 @@ pub trait Table<E: Entity>: Send + Sync + 'static {
 
 impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
     /// Says that an entity is about to be created or changed: gives it its next version, and enqueues it
-    /// into the system stage. Save it in the same transaction.
+    /// into the system stage. Save it in the same transaction; if it is not new, lock its row before, with
+    /// `SELECT … FOR UPDATE`: whoever locks first the record and then the entity may meet a stage that does
+    /// it the other way round, and PostgreSQL then ends one of the two.
     pub async fn entity_updated(&self, tx: &Transaction<'_>, entity: &mut E) -> Result<(), Error> {
         self.entities_updated(tx, [entity]).await
     }
@@ -892,6 +943,11 @@ impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, Records, T> {
                         answers[index] = Some(match saved {
                             Ok(saved) => Ok(saved[0]),
                             Err(error) if error.is_transient() => return Err(error),
+                            Err(error) if is_locked(&error) => {
+                                let given_back = [(endings[index].claim.clone(), Fate::Released)];
+                                self.records.settle(lane, &given_back).await?;
+                                Ok(Saved::Conflict)
+                            }
                             Err(error) => Err(Refused(explain(&error))),
                         });
                     }

@@ -26,6 +26,9 @@ use crate::record::{Claim, Fate, Lane, Records, Refused, SYSTEM, StageError, Tal
 /// Entities the system stage asks about at once.
 const SYSTEM_PARALLEL: NonZeroU32 = NonZeroU32::new(512).unwrap();
 
+/// Records claimed at once, at most.
+const CLAIM: u32 = 1024;
+
 /// How often what was counted is written down.
 const NOTE_EVERY: Duration = Duration::from_secs(1);
 
@@ -46,8 +49,8 @@ pub trait Backend<E: Entity>: Clone + Send + Sync + 'static {
     /// Reads those of these ids that exist, in any order.
     fn load(&self, ids: Vec<E::Id>) -> impl Future<Output = Result<Vec<E>, StageError>> + Send;
 
-    /// Settles records of a lane, each with what it saves and where it is to go next: all of it, or
-    /// nothing. What it says of each is in the order of `endings`.
+    /// Settles records of a lane: of each what it saves, where it is to go next and what becomes of the
+    /// record, or nothing of it. What it says of each is in the order of `endings`.
     fn settle(
         &self,
         lane: Lane,
@@ -148,14 +151,20 @@ impl<E: Entity, B: Backend<E>> Processor<E, B> {
     /// Begins to work.
     pub async fn start(self) -> Result<Processing, StageError> {
         let (records, name) = (self.backend.records(), self.backend.name());
+        let shards = self.backend.shards();
+        let lane = async |stage: &str| {
+            let lane = records.lane(name, stage).await?;
+            records.reshard(lane, shards).await?;
+            Ok::<_, StageError>(lane)
+        };
         let mut stages = Vec::with_capacity(self.stages.len());
         for stage in self.stages {
-            stages.push((records.lane(name, stage.name()).await?, stage));
+            stages.push((lane(stage.name()).await?, stage));
         }
         let stages: Arc<[_]> = stages.into();
         let system = Limits { parallel: SYSTEM_PARALLEL, ..Limits::default() };
         let work = Work::System { stages: Arc::clone(&stages), spread: self.spread };
-        let mut lanes = vec![(records.lane(name, SYSTEM).await?, SYSTEM.to_owned(), system, work)];
+        let mut lanes = vec![(lane(SYSTEM).await?, SYSTEM.to_owned(), system, work)];
         for (lane, stage) in stages.iter() {
             let (name, limits) = (stage.name().to_owned(), stage.limits());
             lanes.push((*lane, name, limits, Work::Stage(Arc::clone(stage))));
@@ -347,6 +356,17 @@ enum Work<E> {
     Stage(SharedStage<E>),
 }
 
+impl<E> Clone for Work<E> {
+    fn clone(&self) -> Self {
+        match self {
+            Self::System { stages, spread } => {
+                Self::System { stages: Arc::clone(stages), spread: *spread }
+            }
+            Self::Stage(stage) => Self::Stage(Arc::clone(stage)),
+        }
+    }
+}
+
 impl<E: Entity> Handler<Item<E>> for Work<E> {
     type Outcome = Outcome<E>;
 
@@ -354,10 +374,7 @@ impl<E: Entity> Handler<Item<E>> for Work<E> {
         &self,
         item: Item<E>,
     ) -> impl Future<Output = Result<Outcome<E>, Failure>> + Send + 'static {
-        let work = match self {
-            Self::System { stages, spread } => Ok((Arc::clone(stages), *spread)),
-            Self::Stage(stage) => Err(Arc::clone(stage)),
-        };
+        let work = self.clone();
         async move {
             let entity = match item {
                 Item::Entity(entity) => entity,
@@ -365,13 +382,13 @@ impl<E: Entity> Handler<Item<E>> for Work<E> {
                 Item::Unreadable(why) => return Err(Failure::Error(why)),
             };
             match work {
-                Ok((stages, spread)) => {
+                Self::System { stages, spread } => {
                     let wanted =
                         stages.iter().filter(|(_, stage)| stage.should_process_now(&entity));
                     let visits = wanted.map(|(lane, _)| (*lane, spread.mul_f64(fastrand::f64())));
                     Ok(Outcome::Sorted(visits.collect()))
                 }
-                Err(stage) => {
+                Self::Stage(stage) => {
                     let read = entity.version();
                     match stage.process(entity).await {
                         Ok(visit) => Ok(Outcome::Visited(visit, read)),
@@ -470,7 +487,7 @@ impl<E: Entity, B: Backend<E>> Queue for StageQueue<E, B> {
     async fn take(&self, room: u32) -> Result<Taken<Claim, Item<E>>, QueueError> {
         let records = self.backend.records();
         let shards = Arc::clone(&self.owned.borrow());
-        let claimed = records.claim(self.lane, &shards, room, self.lease).await;
+        let claimed = records.claim(self.lane, &shards, room.min(CLAIM), self.lease).await;
         let claimed = claimed.map_err(|error| failed("claiming records", error))?;
         // What was written before a claim is read after it, so nothing written is overlooked.
         let items = match self.load(&claimed.claims).await {
@@ -539,9 +556,8 @@ pub(crate) async fn caught<T>(
     work: impl Future<Output = Result<T, StageError>> + Send,
 ) -> Result<T, StageError> {
     AssertUnwindSafe(work).catch_unwind().await.unwrap_or_else(|panic| {
-        let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-        let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
-        Err(StageError::Failed(format!("the table panicked: {text}").into()))
+        let text = Failure::of_panic(panic.as_ref());
+        Err(StageError::Failed(format!("in the table {text}").into()))
     })
 }
 

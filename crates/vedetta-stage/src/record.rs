@@ -179,8 +179,8 @@ pub trait Records: Clone + Send + Sync + 'static {
         visits: &[(&str, u16, Duration)],
     ) -> impl Future<Output = Result<(), StageError>> + Send;
 
-    /// Claims up to `room` of what is due in the shards, the longest due first, none that somebody holds.
-    /// Each is held for `lease`.
+    /// Claims up to `room` of what is due in the shards, of each the longest due first, none that somebody
+    /// holds. Each is held for `lease`.
     fn claim(
         &self,
         lane: Lane,
@@ -223,6 +223,13 @@ pub trait Records: Clone + Send + Sync + 'static {
         id: &str,
     ) -> impl Future<Output = Result<bool, StageError>> + Send;
 
+    /// Brings what is in shards from `count` on into those before: there are no more of them.
+    fn reshard(
+        &self,
+        lane: Lane,
+        count: u16,
+    ) -> impl Future<Output = Result<(), StageError>> + Send;
+
     /// Adds to the tally of a queue.
     fn note(&self, lane: Lane, tally: Tally)
     -> impl Future<Output = Result<(), StageError>> + Send;
@@ -242,7 +249,7 @@ pub(crate) fn shard(id: &str, count: u16) -> u16 {
     u16::try_from(mixed % u64::from(count.max(1))).expect("less than the count")
 }
 
-/// As much of an error as is kept.
-pub(crate) fn shortened(error: &str) -> &str {
-    &error[..error.floor_char_boundary(ERROR_LENGTH)]
+/// As much of an error as is kept. PostgreSQL's texts have no NUL.
+pub(crate) fn shortened(error: &str) -> String {
+    error[..error.floor_char_boundary(ERROR_LENGTH)].replace('\0', "\u{fffd}")
 }

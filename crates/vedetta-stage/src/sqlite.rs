@@ -9,6 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use parking_lot::Mutex;
 use tokio::sync::Notify;
+use vedetta_core::explain;
 use vedetta_core::queue::{Kept, Settled};
 use vedetta_db::rusqlite::{self, Connection, OptionalExtension as _, Row, params};
 use vedetta_db::{CommitError, Db, Mirror, Purpose, ReadError, Rows, Schema, Stop, WriteError};
@@ -159,7 +160,10 @@ impl Mirror for Hook {
 
 impl From<CommitError> for StageError {
     fn from(error: CommitError) -> Self {
-        Self::Unavailable(Box::new(error))
+        match error {
+            CommitError::Full | CommitError::Failed(_) => Self::Unavailable(Box::new(error)),
+            _ => Self::Failed(Box::new(error)),
+        }
     }
 }
 
@@ -173,6 +177,24 @@ impl From<rusqlite::Error> for StageError {
     fn from(error: rusqlite::Error) -> Self {
         Self::Failed(Box::new(error))
     }
+}
+
+/// A disk that is full or fails is the database's to deal with, all else its caller's.
+fn stop(error: StageError) -> Stop<StageError> {
+    match error {
+        StageError::Failed(cause) => match cause.downcast::<rusqlite::Error>() {
+            Ok(error) if is_of_the_disk(&error) => Stop::Sql(*error),
+            Ok(error) => Stop::Refused(StageError::Failed(error)),
+            Err(cause) => Stop::Refused(StageError::Failed(cause)),
+        },
+        error => Stop::Refused(error),
+    }
+}
+
+fn is_of_the_disk(error: &rusqlite::Error) -> bool {
+    use rusqlite::ErrorCode::{CannotOpen, DiskFull, OutOfMemory, SystemIoFailure};
+    let code = error.sqlite_error_code();
+    matches!(code, Some(DiskFull | SystemIoFailure | CannotOpen | OutOfMemory))
 }
 
 /// A refusal is what the closure answers.
@@ -212,8 +234,8 @@ impl Records {
         purpose: Purpose,
         work: impl FnOnce(&Connection, &Desk) -> Result<T, StageError> + Send + 'static,
     ) -> Result<T, StageError> {
-        let desk = Desk { clock: self.clock, bells: Arc::clone(&self.bells) };
-        let written = self.db.write(purpose, move |tx| work(tx, &desk).map_err(Stop::Refused));
+        let desk = self.desk();
+        let written = self.db.write(purpose, move |tx| work(tx, &desk).map_err(stop));
         answered(written.await)
     }
 
@@ -556,6 +578,15 @@ impl crate::record::Records for Records {
         self.write(Purpose::Store, retry).await
     }
 
+    async fn reshard(&self, lane: Lane, count: u16) -> Result<(), StageError> {
+        let reshard = move |tx: &Connection, _: &Desk| {
+            let sql = "UPDATE stage_record SET shard = shard % ?2 WHERE lane = ?1 AND shard >= ?2";
+            tx.execute(sql, params![lane.0, count.max(1)])?;
+            Ok(())
+        };
+        self.write(Purpose::Store, reshard).await
+    }
+
     async fn note(&self, lane: Lane, tally: Tally) -> Result<(), StageError> {
         let note = move |tx: &Connection, _: &Desk| {
             let sql = "UPDATE stage_lane SET done = done + ?2, failed = failed + ?3,
@@ -677,7 +708,7 @@ impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, Records, T> {
             // commit all the same.
             let (this, desk) = (self.clone(), self.records.desk());
             let written = self.records.db.write(Purpose::Store, move |tx| {
-                this.save(tx, &desk, lane, &ending).map_err(Stop::Refused)
+                this.save(tx, &desk, lane, &ending).map_err(|error| stop(error.into()))
             });
             writes.push(async move { (index, written.await) });
         }
@@ -685,6 +716,7 @@ impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, Records, T> {
             if plain.is_empty() {
                 return Ok(Vec::new());
             }
+            let sorts = plain.iter().any(|(_, ending)| !ending.visits.is_empty());
             let (this, indexes) = (self.clone(), plain.iter().map(|(index, _)| *index));
             let indexes: Vec<usize> = indexes.collect();
             let settle = move |tx: &Connection, desk: &Desk| {
@@ -696,7 +728,8 @@ impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, Records, T> {
                 });
                 Ok(settled.collect::<rusqlite::Result<Vec<_>>>()?)
             };
-            let settled = self.records.write(Purpose::Reclaim, settle).await?;
+            let purpose = if sorts { Purpose::Store } else { Purpose::Reclaim };
+            let settled = self.records.write(purpose, settle).await?;
             Ok(indexes.into_iter().zip(settled).collect())
         };
         let (plain, saved): (Result<Vec<_>, StageError>, _) =
@@ -707,7 +740,7 @@ impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, Records, T> {
         for (index, written) in saved {
             answers[index] = Some(match written {
                 Ok(saved) => Ok(saved),
-                Err(WriteError::Refused(error)) => Err(Refused(error.to_string())),
+                Err(WriteError::Refused(error)) => Err(Refused(explain(&error))),
                 Err(WriteError::Lost(CommitError::Panicked)) => {
                     Err(Refused("it panicked while it was saved".into()))
                 }

@@ -472,6 +472,6 @@ fn effect<S: State>(
     match catch_unwind(AssertUnwindSafe(apply)) {
         Ok(Ok(applied)) => Ok(applied),
         Ok(Err(error)) => Err(explain(error.as_ref())),
-        Err(panic) => Err(format!("reading it panicked: {}", message(panic.as_ref()))),
+        Err(panic) => Err(format!("reading it: {}", Failure::of_panic(panic.as_ref()))),
     }
 }

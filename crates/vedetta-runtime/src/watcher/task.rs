@@ -19,7 +19,7 @@ use vedetta_core::{
 use super::table::Applied;
 use super::{BoxError, Command, HEARTBEAT, Next, Phase, Reconcile, Shared, Watcher, WatcherEvent};
 use crate::LONGEST;
-use crate::runner::{Ended, Limits, Outcome, Runner, message};
+use crate::runner::{Ended, Limits, Outcome, Runner};
 
 /// The waits between tries to reach a source. With jitter: the watchers of a fleet lose it together.
 const RECONNECT: Backoff =
@@ -161,7 +161,7 @@ impl<S: Source, R: Reconcile> Task<S, R> {
                 Some(rebuilt) = self.rebuilding.join_next() => {
                     let rebuilt = rebuilt.unwrap_or_else(|error| {
                         let why = match error.try_into_panic() {
-                            Ok(panic) => Failure::Panic(message(panic.as_ref())).to_string(),
+                            Ok(panic) => Failure::of_panic(panic.as_ref()).to_string(),
                             Err(error) => error.to_string(),
                         };
                         Err(why.into())
