@@ -49,6 +49,8 @@ struct World {
     broken: Broken,
     /// How long each call takes.
     trip: Duration,
+    /// Keeps are not answered.
+    keeps_hang: bool,
 }
 
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
@@ -121,6 +123,9 @@ impl Queue for Line {
     }
 
     async fn keep(&self, held: &[&(u32, u64)]) -> Result<Vec<Kept>, QueueError> {
+        if self.world.lock().keeps_hang {
+            std::future::pending::<()>().await;
+        }
         self.trip(|broken| broken.keep).await?;
         let world = &mut *self.world.lock();
         world.keeps += 1;
@@ -315,12 +320,55 @@ async fn what_cannot_be_prolonged_is_given_up_by_the_end_of_its_lease() {
     secs(28).await;
     assert_eq!(line.world.lock().running, 1, "it is still ours");
     assert!(pulling.status().trouble.is_some_and(|why| why == "the line is cut"));
-    secs(12).await;
+    millis(1_100).await;
     assert_eq!(line.world.lock().running, 0, "others may have it by now");
     line.world.lock().broken = Broken::default();
     secs(250).await;
     assert_eq!(line.ends(), [(0, "done".into())], "it was taken and run again");
     assert_eq!(pulling.status().trouble, None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_queue_that_does_not_answer_is_no_reason_to_go_on() {
+    let line = Line::default();
+    line.put(0, Run::Takes(200_000));
+    let _pulling = start(&line, 1);
+    secs(5).await;
+    line.world.lock().keeps_hang = true;
+    line.world.lock().broken.take = true;
+    line.put(1, Run::Takes(200_000));
+    secs(24).await;
+    assert_eq!(line.world.lock().running, 1, "it is still ours");
+    millis(1_100).await;
+    assert_eq!(line.world.lock().running, 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn while_ends_cannot_be_noted_no_more_than_so_many_are_run() {
+    let line = Line::default();
+    (0..20_000).for_each(|name| line.put(name, Run::Takes(1)));
+    line.world.lock().broken.settle = true;
+    let pulling = start(&line, 64);
+    secs(60).await;
+    let started = line.started().len();
+    assert!((1_024..4_096).contains(&started), "{started}");
+    line.world.lock().broken.settle = false;
+    secs(120).await;
+    assert_eq!((line.ends().len(), pulling.status().flow.done), (20_000, 20_000));
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_ends_with_the_grace_is_still_settled() {
+    let line = Line::default();
+    line.put(0, Run::Takes(4_900));
+    line.put(1, Run::Takes(60_000));
+    let pulling = start(&line, 2);
+    millis(1).await;
+    line.world.lock().trip = Duration::from_secs(1);
+    assert_eq!(pulling.stop(Duration::from_secs(5)).await, 1);
+    let mut ends = line.ends();
+    ends.sort();
+    assert_eq!(ends, [(0, "done".into()), (1, "released".into())]);
 }
 
 #[tokio::test(start_paused = true)]

@@ -21,8 +21,8 @@ use tokio_util::task::AbortOnDropHandle;
 use vedetta_core::explain;
 use vedetta_core::queue::{Kept, Settled};
 use vedetta_db::Schema;
-use vedetta_db::postgres::tokio_postgres::types::{FromSql, ToSql};
 use vedetta_db::postgres::tokio_postgres::error::SqlState;
+use vedetta_db::postgres::tokio_postgres::types::{FromSql, ToSql};
 use vedetta_db::postgres::tokio_postgres::{Error, Row};
 use vedetta_db::postgres::{GenericClient, Heard, Postgres, PostgresError, Transaction};
 
@@ -607,7 +607,8 @@ impl crate::record::Records for Records {
 
     async fn reshard(&self, lane: Lane, count: u16) -> Result<(), StageError> {
         let client = self.db.client().await?;
-        let sql = "UPDATE vedetta_stage_record SET shard = shard % $2 WHERE lane = $1 AND shard >= $2";
+        let sql =
+            "UPDATE vedetta_stage_record SET shard = shard % $2 WHERE lane = $1 AND shard >= $2";
         client.execute(sql, &[&lane.0, &i32::from(count.max(1))]).await?;
         Ok(())
     }

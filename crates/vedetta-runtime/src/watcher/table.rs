@@ -13,10 +13,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use vedetta_core::{Entry, Ids, Moment, Revision, Slot, explain};
+use vedetta_core::{Entry, Failure, Ids, Moment, Revision, Slot, explain};
 
 use super::{BoxError, Effect, State};
-use crate::runner::message;
 
 /// What tells one thing that is watched from another. Any bytes.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
