@@ -414,7 +414,7 @@ where
         };
         (self.failures, self.trouble) = (0, None);
         self.look = match (self.look, taken.rest) {
-            (Look::Now, _) | (_, None) => Look::Now,
+            (Look::Now, _) | (_, None | Some(Duration::ZERO)) => Look::Now,
             // What was settled meanwhile may be due earlier.
             (Look::At(at), Some(rest)) => {
                 Look::At(at.min(Instant::now() + rest.min(self.options.poll)))

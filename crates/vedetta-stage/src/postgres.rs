@@ -72,7 +72,7 @@ pub const SCHEMA: Schema = Schema {
 };
 
 /// The wait for records that are due and locked.
-const BUSY: Duration = Duration::from_millis(10);
+const BUSY: Duration = Duration::from_millis(5);
 
 /// On it goes which lane has something new, and who said so.
 const CHANNEL: &str = "vedetta_stage";
@@ -468,12 +468,13 @@ impl crate::record::Records for Records {
                 failures: u32::try_from(row.try_get::<_, i32>(2)?).unwrap_or(0),
             });
         }
-        let rest = next.try_get::<_, Option<f64>>(0)?.map_or(Duration::MAX, delay);
-        let rest = match (claims.is_empty(), rest) {
-            // What is due is being written to by somebody: soon it may be had.
-            (true, Duration::ZERO) => Some(BUSY),
-            (false, Duration::ZERO) => None,
-            (_, rest) => Some(rest),
+        let seconds = next.try_get::<_, Option<f64>>(0)?;
+        let rest = match seconds {
+            _ if claims.len() == room as usize => None,
+            // It was due before, and somebody writes to it: soon it may be had.
+            Some(due) if claims.is_empty() && due < -BUSY.as_secs_f64() => Some(BUSY),
+            Some(due) => Some(delay(due)),
+            None => Some(Duration::MAX),
         };
         Ok(Claimed { claims, rest })
     }

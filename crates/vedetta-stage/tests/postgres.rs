@@ -269,3 +269,24 @@ async fn a_claim_passes_over_what_somebody_writes_to_and_takes_the_rest() {
     let claimed = records.claim(lane, &[0], 9, HOUR).await.unwrap();
     assert_eq!(suite::ids(&claimed.claims), ["order-1"]);
 }
+
+#[tokio::test]
+async fn an_order_that_somebody_keeps_locked_holds_up_no_other() {
+    let world = Pg::new().await;
+    world.create((1..=9).map(suite::Order::new).collect()).await.unwrap();
+    let neighbour = world.neighbour().await;
+    let mut client = neighbour.db().client().await.unwrap();
+    let theirs = client.transaction().await.unwrap();
+    theirs.execute("SELECT FROM orders WHERE id = 1 FOR UPDATE", &[]).await.unwrap();
+
+    let step = Step::new("packing").when("new").makes("packed");
+    let processing = world.process([step]).await;
+    for id in 2..=9 {
+        eventually("the others are saved", async || world.get(id).await.state == "packed").await;
+    }
+    assert_eq!(world.get(1).await.state, "new");
+    theirs.rollback().await.unwrap();
+    world.rests().await;
+    assert_eq!(world.get(1).await.state, "packed");
+    assert_eq!(status(&processing, "packing").pull.flow.failed, 0);
+}

@@ -290,6 +290,20 @@ pub async fn a_processor_works_on_the_shards_it_is_told_and_follows_when_they_ch
     assert!(runs.pending().is_none() && world.record("packing", 2).await.is_some());
 }
 
+pub async fn fewer_shards_than_before_strand_no_record<W: World>() {
+    let world = W::new().await;
+    let lane = world.records().lane(ORDERS, "packing").await.unwrap();
+    world.create((1..=8).map(Order::new).collect()).await.unwrap();
+    let texts: Vec<String> = (1..=8).map(|n| format!("order-{n}")).collect();
+    let visits: Vec<_> =
+        texts.iter().zip(0..).map(|(id, shard)| (id.as_str(), shard, Duration::ZERO)).collect();
+    world.records().enqueue(lane, &visits).await.unwrap();
+    let step = Step::new("packing").when("new").makes("packed");
+    let _processing = quick(world.sharded(3)).stage(step).start().await.unwrap();
+    world.rests().await;
+    assert_eq!(world.get(8).await.state, "packed");
+}
+
 pub async fn entities_are_spread_over_all_shards_and_each_is_found_in_its_own<W: World>() {
     let world = W::new().await;
     let sharded = world.sharded(4);

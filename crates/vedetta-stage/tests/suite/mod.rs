@@ -353,6 +353,7 @@ macro_rules! suite {
                 an_update_elsewhere_is_heard_of_without_looking
                 a_processor_works_on_the_shards_it_is_told_and_follows_when_they_change
                 entities_are_spread_over_all_shards_and_each_is_found_in_its_own
+                fewer_shards_than_before_strand_no_record
                 processors_that_share_shards_never_run_one_entity_at_once
                 what_became_of_runs_is_counted_for_all_processes
                 stages_of_one_name_are_refused

@@ -528,6 +528,11 @@ pub async fn a_long_error_is_cut_within_no_character_and_ids_may_be_any_text<W: 
     assert!(kept.len() <= 4096 && kept.len() > 4000 && kept.chars().all(|c| c == 'ü'));
     assert!(world.records().retry(ORDERS, STAGE, id).await.unwrap());
     let claim = queue.claim(HOUR).await;
+    let fate = Fate::Failed { after: NOW, not_before: NOW, error: "a\0b".into(), park: true };
+    assert_eq!(queue.settle(&claim, fate).await, Settled::Parked);
+    assert_eq!(queue.all().await.remove(0).error.as_deref(), Some("a\u{fffd}b"));
+    assert!(world.records().retry(ORDERS, STAGE, id).await.unwrap());
+    let claim = queue.claim(HOUR).await;
     assert_eq!(queue.settle(&claim, Fate::Gone).await, Settled::Gone);
 }
 
