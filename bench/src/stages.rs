@@ -10,11 +10,15 @@
 mod graphile;
 mod ours;
 
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 
 use clap::ValueEnum;
 use testing::postgres::Server;
+use tokio_util::sync::CancellationToken;
+use vedetta_core::KeyRange;
 use vedetta_db::postgres::Postgres;
+use vedetta_etcd::Endpoint;
+use vedetta_kv::{KeyValue, Range};
 
 use self::graphile::Graphile;
 use self::ours::What;
@@ -34,6 +38,8 @@ Milliseconds until the work starts, when nothing else is to do, p50 and p99; fro
   enqueue  a record put directly into the stage's queue; of graphile-worker: a job added
 
 Backlog: untouched runs per second, alone and beside a million records that are not due.
+
+Processes: runs of 5 ms each per second, 16 at once in a process, by 1, 2 and 4 processes that share 16 shards.
 
 One PostgreSQL for all, on the disk and flushed at each commit; each measurement in a process and a database of
 its own, by turns. Each figure is the median of the rounds, a ratio the median of the ratios of the rounds.";
@@ -67,6 +73,8 @@ enum Scenario {
     Latency,
     /// With a million records that are not due.
     Backlog,
+    /// Shared by several processes.
+    Processes,
 }
 
 /// How many times graphile-worker's jobs our untouched runs must be, on each database.
@@ -75,6 +83,9 @@ const RUNS_ON_SQLITE: f64 = 2.0;
 /// And the p99 from the call that updates to the start, of that from the call that adds a job, at most.
 /// It is shown from the return, too; but a job may begin before its caller has the answer.
 const LATENCY: f64 = 1.0;
+
+/// How many times the runs of one process two and four must have, so that more of them are of use.
+const GROWTH: f64 = 1.5;
 
 /// As many as graphile-worker's page on performance has.
 const PARALLEL: u32 = 24;
@@ -111,6 +122,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
                 Scenario::Runs => bench.runs(&args, &mut missed).await?,
                 Scenario::Latency => bench.latency(&args, &mut missed).await?,
                 Scenario::Backlog => bench.backlog(&args).await?,
+                Scenario::Processes => bench.processes(&args, &mut missed).await?,
             }
             println!();
         }
@@ -197,6 +209,61 @@ impl Bench {
         Ok(())
     }
 
+    async fn processes(&self, args: &Args, missed: &mut Vec<String>) -> anyhow::Result<()> {
+        let counts = [1, 2, 4];
+        let mut rounds = Vec::with_capacity(args.rounds);
+        for _ in 0..args.rounds {
+            let mut round = Vec::with_capacity(counts.len());
+            for processes in counts {
+                round.push(vec![self.share(processes, args.count / 5).await?]);
+            }
+            rounds.push(round);
+        }
+        println!("{:<24} {:>10} {:>8}", "processes", "runs/s", "ratio");
+        for (row, processes) in counts.iter().enumerate() {
+            let (rate, ratio) = (of(&rounds, row, 0), ratio(&rounds, (row, 0), (0, 0)));
+            println!("{processes:<24} {rate:>10.0} {ratio:>8.2}");
+            if *processes > 1 && ratio < GROWTH {
+                missed.push(format!("{processes} processes: {ratio:.2} times one, not {GROWTH}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs per second of so many processes.
+    async fn share(&self, processes: u32, count: u64) -> anyhow::Result<f64> {
+        let url = self.server.database().await;
+        ours::make_things(&url).await?;
+        let folder = setup::folder()?;
+        let store = setup::open(folder.path()).await?;
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
+        let registry = format!("etcd://{}", listener.local_addr()?);
+        let (endpoint, stop) = (Endpoint::new(store.clone()), CancellationToken::new());
+        let serving = tokio::spawn(vedetta_etcd::serve(listener, endpoint, stop.clone()));
+        let mut children = Children(Vec::new());
+        for process in 0..processes {
+            let mut ours = Command::new(std::env::current_exe()?);
+            ours.args(["stages-ours", "shared", "--count", "0", "--parallel", "16"]);
+            ours.args(["--url", &url, "--registry", &registry, "--name", &process.to_string()]);
+            children.0.push(ours.spawn()?);
+        }
+        let owned = async || {
+            let shards = store.range(Range::new(KeyRange::prefix("/things/shards/"))).await?;
+            let mut owners: Vec<_> = shards.keys.iter().map(KeyValue::value).collect();
+            let count = owners.len();
+            owners.sort_unstable();
+            owners.dedup();
+            // It begins when each has its share.
+            Ok(if owners.len() == processes as usize { count } else { 0 })
+        };
+        let rate = ours::shared(&url, count, owned).await?;
+        drop(children);
+        stop.cancel();
+        serving.await?;
+        store.close().await;
+        Ok(rate)
+    }
+
     /// The figures of each round, of each measurement.
     async fn by_turns(
         &self,
@@ -241,6 +308,18 @@ impl Bench {
         server.batch_execute(&format!("DROP DATABASE {name} WITH (FORCE)")).await?;
         server.batch_execute("CHECKPOINT").await?;
         Ok(figures)
+    }
+}
+
+/// Ended with what needs them.
+struct Children(Vec<Child>);
+
+impl Drop for Children {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
     }
 }
 

@@ -11,9 +11,10 @@ use vedetta_db::postgres::tokio_postgres::types::ToSql;
 use vedetta_db::postgres::{GenericClient, Postgres, Transaction, tokio_postgres};
 use vedetta_db::rusqlite::{self, Connection, OptionalExtension as _, params};
 use vedetta_db::{Db, Purpose, Schema, Stop};
+use vedetta_etcd::Cluster;
 use vedetta_stage::{
-    Backend, BoxError, Entities, Entity, Limits, Processing, Processor, Records, Stage, Version,
-    Visit, postgres, sqlite,
+    Backend, BoxError, Entities, Entity, Limits, Processing, Processor, Records, Shards, Stage,
+    Version, Visit, postgres, sqlite,
 };
 
 use crate::figures::{millis, quantile, rate};
@@ -45,6 +46,12 @@ pub(crate) struct Args {
     /// How many run at once.
     #[arg(long, default_value = "24")]
     parallel: NonZeroU32,
+    /// The store through which processes share the shards.
+    #[arg(long)]
+    registry: Option<Cluster>,
+    /// Which process this is.
+    #[arg(long, default_value = "one")]
+    name: String,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -59,9 +66,69 @@ pub(super) enum What {
     UpdateSpread,
     /// From an enqueue to the start.
     Enqueue,
+    /// Runs that take their time, in one of several processes, until it is ended.
+    Shared,
+}
+
+/// Shards that processes share, and how long a run takes then.
+const SHARDS: u16 = 16;
+const TAKES: Duration = Duration::from_millis(5);
+
+/// One of several processes that share the shards.
+async fn share(args: &Args) -> anyhow::Result<()> {
+    let (Some(url), Some(registry)) = (&args.url, &args.registry) else {
+        anyhow::bail!("shared work needs a PostgreSQL and a registry");
+    };
+    let db = Postgres::open(url, &[postgres::SCHEMA]).await?;
+    let things = Entities::new(postgres::Records::new(db), NAME, Things).await?.sharded(SHARDS);
+    let ttl = Duration::from_secs(30);
+    let shards = Shards::join(registry.clone(), "/things/", &args.name, SHARDS, ttl)?;
+    let work = Work { updates: false, parallel: args.parallel, tell: None, takes: TAKES };
+    let _working = Processor::new(things).shards(shards.owned()).stage(work).start().await?;
+    std::future::pending().await
+}
+
+/// What processes share the work on: so many things in a database, each with a record that is due. When
+/// all shards are owned it begins, and tells how many a second are done.
+pub(super) async fn shared(
+    url: &str,
+    count: u64,
+    owned: impl AsyncFn() -> anyhow::Result<usize>,
+) -> anyhow::Result<f64> {
+    let db = Postgres::open(url, &[postgres::SCHEMA]).await?;
+    while owned().await? < usize::from(SHARDS) {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let records = postgres::Records::new(db.clone());
+    let lane = records.lane(NAME, STAGE).await?;
+    let make = format!("INSERT INTO thing SELECT n, 1, false FROM generate_series(0, {count} - 1) n");
+    db.client().await?.batch_execute(&make).await?;
+    let ids: Vec<String> = (0..count).map(|id| id.to_string()).collect();
+    let began = Instant::now();
+    for ids in ids.chunks(BATCH) {
+        let shards = (0..SHARDS).cycle();
+        let visits: Vec<_> =
+            ids.iter().zip(shards).map(|(id, shard)| (id.as_str(), shard, Duration::ZERO)).collect();
+        records.enqueue(lane, &visits).await?;
+    }
+    while records.counts().await?.iter().any(|lane| lane.records > 0) {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    Ok(rate(count, began.elapsed()))
+}
+
+/// The table of the things, before any process looks for it.
+pub(super) async fn make_things(url: &str) -> anyhow::Result<()> {
+    let db = Postgres::open(url, &[postgres::SCHEMA]).await?;
+    let make = "CREATE TABLE thing (
+                    id bigint PRIMARY KEY, version bigint NOT NULL, visited boolean NOT NULL)";
+    Ok(db.client().await?.batch_execute(make).await?)
 }
 
 pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
+    if args.what == What::Shared {
+        return share(&args).await;
+    }
     let things = (args.count + WARM_UP).cast_signed();
     let figures = match &args.url {
         Some(url) => {
@@ -169,7 +236,8 @@ async fn start<B: Database>(
     let (tell, starts) = mpsc::unbounded_channel();
     let tell =
         matches!(args.what, What::Update | What::UpdateSpread | What::Enqueue).then_some(tell);
-    let work = Work { updates: args.what == What::Updating, parallel: args.parallel, tell };
+    let updates = args.what == What::Updating;
+    let work = Work { updates, parallel: args.parallel, tell, takes: Duration::ZERO };
     let mut processor = Processor::new(db).stage(work);
     if args.what != What::UpdateSpread {
         processor = processor.spread(Duration::ZERO);
@@ -182,6 +250,7 @@ struct Work {
     parallel: NonZeroU32,
     /// What has started, and when.
     tell: Option<mpsc::UnboundedSender<(u64, Instant)>>,
+    takes: Duration,
 }
 
 impl Stage<Thing> for Work {
@@ -196,6 +265,9 @@ impl Stage<Thing> for Work {
     async fn process(&self, thing: Thing) -> Result<Visit<Thing>, BoxError> {
         if let Some(tell) = &self.tell {
             tell.send((thing.id, Instant::now()))?;
+        }
+        if !self.takes.is_zero() {
+            tokio::time::sleep(self.takes).await;
         }
         if self.updates {
             return Ok(Visit::updated(Thing { visited: true, ..thing }));
