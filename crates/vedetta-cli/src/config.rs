@@ -372,7 +372,7 @@ mod tests {
         let example: toml::Table = EXAMPLE.parse().unwrap();
         assert_eq!(Config::parse(EXAMPLE), Ok(Config::default()));
         let keys = example.values().map(|table| table.as_table().unwrap().len()).sum::<usize>();
-        assert_eq!(keys, 6, "all but keep-age, TLS and watchers, which are off");
+        assert_eq!(keys, 7, "all but keep-age, TLS and watchers, which are off");
     }
 
     #[test]
