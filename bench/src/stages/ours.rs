@@ -48,7 +48,7 @@ pub(crate) struct Args {
     parallel: NonZeroU32,
     /// The store through which processes share the shards.
     #[arg(long)]
-    registry: Option<Cluster>,
+    registry: Option<String>,
     /// Which process this is.
     #[arg(long, default_value = "one")]
     name: String,
@@ -82,7 +82,8 @@ async fn share(args: &Args) -> anyhow::Result<()> {
     let db = Postgres::open(url, &[postgres::SCHEMA]).await?;
     let things = Entities::new(postgres::Records::new(db), NAME, Things).await?.sharded(SHARDS);
     let ttl = Duration::from_secs(30);
-    let shards = Shards::join(registry.clone(), "/things/", &args.name, SHARDS, ttl)?;
+    let registry: Cluster = registry.parse()?;
+    let shards = Shards::join(registry, "/things/", &args.name, SHARDS, ttl)?;
     let work = Work { updates: false, parallel: args.parallel, tell: None, takes: TAKES };
     let _working = Processor::new(things).shards(shards.owned()).stage(work).start().await?;
     std::future::pending().await
@@ -101,14 +102,18 @@ pub(super) async fn shared(
     }
     let records = postgres::Records::new(db.clone());
     let lane = records.lane(NAME, STAGE).await?;
-    let make = format!("INSERT INTO thing SELECT n, 1, false FROM generate_series(0, {count} - 1) n");
+    let make =
+        format!("INSERT INTO thing SELECT n, 1, false FROM generate_series(0, {count} - 1) n");
     db.client().await?.batch_execute(&make).await?;
     let ids: Vec<String> = (0..count).map(|id| id.to_string()).collect();
     let began = Instant::now();
     for ids in ids.chunks(BATCH) {
         let shards = (0..SHARDS).cycle();
-        let visits: Vec<_> =
-            ids.iter().zip(shards).map(|(id, shard)| (id.as_str(), shard, Duration::ZERO)).collect();
+        let visits: Vec<_> = ids
+            .iter()
+            .zip(shards)
+            .map(|(id, shard)| (id.as_str(), shard, Duration::ZERO))
+            .collect();
         records.enqueue(lane, &visits).await?;
     }
     while records.counts().await?.iter().any(|lane| lane.records > 0) {
