@@ -44,7 +44,7 @@ enum Command {
         /// Its id
         id: String,
     },
-    /// Try a record again now, whatever became of it before
+    /// Try a record again now, whatever became of it before; one that is held, when its holder has ended
     Retry {
         /// The kind of entity
         entity: String,
@@ -124,25 +124,34 @@ impl Stage {
                 }
             }
             Command::List { entity: Some(entity), stage, parked, limit } => {
-                let records = list(&client, &entity, stage.as_deref(), parked, limit)?;
-                show(out, format, records)?;
+                let page = list(&client, &entity, stage.as_deref(), parked, limit)?;
+                let more = page.cursor.is_some();
+                show(out, format, &page)?;
+                if more && format == Format::Table {
+                    writeln!(out, "… and more: --limit shows them")?;
+                }
             }
             Command::Show { entity, id } => {
                 let path = format!("{}/{}", path(&entity), encode(id.as_bytes()));
                 let page: Page = client.get(&path)?;
-                show(out, format, page.records)?;
+                if page.records.is_empty() {
+                    let message =
+                        format!("{entity} {id:?} has no records: nothing is to do for it");
+                    return Err(ClientError::Refused { status: 404, message }.into());
+                }
+                show(out, format, &page)?;
             }
             Command::Retry { entity, stage, id: Some(id), .. } => {
                 let done = retry(&client, &entity, &stage, &id)?;
                 match format {
                     Format::Json => output::json(out, &done)?,
-                    Format::Table => writeln!(out, "due now")?,
+                    Format::Table => writeln!(out, "due now, or when who holds it has ended")?,
                 }
             }
             Command::Retry { entity, stage, id: None, .. } => {
                 let parked = list(&client, &entity, Some(&stage), true, u32::MAX)?;
                 let mut retried = 0;
-                for record in parked {
+                for record in parked.records {
                     match retry(&client, &entity, &stage, &record.id) {
                         Ok(_) => retried += 1,
                         // Done meanwhile.
@@ -167,32 +176,32 @@ fn path(entity: &str) -> String {
     format!("/api/v1/stages/{}", encode(entity.as_bytes()))
 }
 
+/// As many as are wanted, page by page.
 fn list(
     client: &Client,
     entity: &str,
     stage: Option<&str>,
     parked: bool,
     limit: u32,
-) -> anyhow::Result<Vec<Record>> {
-    let mut records = Vec::new();
-    let mut cursor = None;
+) -> anyhow::Result<Page> {
+    let mut all = Page { records: Vec::new(), cursor: None };
     loop {
-        let left = limit.saturating_sub(u32::try_from(records.len()).unwrap_or(u32::MAX));
+        let left = limit.saturating_sub(u32::try_from(all.records.len()).unwrap_or(u32::MAX));
         if left == 0 {
-            return Ok(records);
+            return Ok(all);
         }
         let mut page = format!("{}?limit={}&parked={parked}", path(entity), left.min(PAGE));
         if let Some(stage) = stage {
             let _ = write!(page, "&stage={}", encode(stage.as_bytes()));
         }
-        if let Some(cursor) = cursor {
+        if let Some(cursor) = all.cursor {
             let _ = write!(page, "&cursor={cursor}");
         }
         let page: Page = client.get(&page)?;
-        records.extend(page.records);
-        cursor = page.cursor;
-        if cursor.is_none() {
-            return Ok(records);
+        all.records.extend(page.records);
+        all.cursor = page.cursor;
+        if all.cursor.is_none() {
+            return Ok(all);
         }
     }
 }
@@ -228,7 +237,7 @@ fn stages(out: &mut impl Write, stages: &[Info]) -> std::io::Result<()> {
         "STAGE",
         "RECORDS",
         "DUE",
-        "RUNNING",
+        "HELD",
         "FAILING",
         "PARKED",
         "OLDEST",
@@ -239,9 +248,9 @@ fn stages(out: &mut impl Write, stages: &[Info]) -> std::io::Result<()> {
     output::table(out, names, &stages.iter().map(row).collect::<Vec<_>>())
 }
 
-fn show(out: &mut impl Write, format: Format, records: Vec<Record>) -> std::io::Result<()> {
+fn show(out: &mut impl Write, format: Format, page: &Page) -> std::io::Result<()> {
     if format == Format::Json {
-        return output::json(out, &Page { records, cursor: None });
+        return output::json(out, page);
     }
     let row = |record: &Record| {
         [
@@ -255,5 +264,5 @@ fn show(out: &mut impl Write, format: Format, records: Vec<Record>) -> std::io::
         ]
     };
     let names = ["STAGE", "ID", "STATE", "DUE IN", "FAILURES", "AGE", "ERROR"];
-    output::table(out, names, &records.iter().map(row).collect::<Vec<_>>())
+    output::table(out, names, &page.records.iter().map(row).collect::<Vec<_>>())
 }

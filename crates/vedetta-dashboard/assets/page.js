@@ -34,7 +34,7 @@ async function ask(path) {
 }
 
 async function overview() {
-  const [now] = await Promise.all([ask("overview"), watchers(), stages()]);
+  const [now] = await Promise.all([ask("overview"), watchers(), stages().catch(noStages)]);
   for (const tile of document.querySelectorAll("[data-tile]")) {
     const number = now[tile.dataset.tile];
     tile.textContent = tile.dataset.tile === "size" ? size(number) : numbers.format(number);
@@ -191,6 +191,17 @@ async function stages() {
   section.hidden = all.length === 0;
   section.querySelector("tbody").replaceChildren(...rows);
   if (focused !== undefined) section.querySelector(`button[data-retry="${CSS.escape(focused)}"]`)?.focus();
+}
+
+// Their database may be another one than the store's, and away.
+function noStages(error) {
+  const td = cell("trouble", `The stages cannot be read now: ${error.message}`);
+  td.colSpan = 11;
+  const tr = document.createElement("tr");
+  tr.append(td);
+  const section = document.getElementById("stages");
+  section.hidden = false;
+  section.querySelector("tbody").replaceChildren(tr);
 }
 
 document.getElementById("stages").addEventListener("click", async ({ target }) => {

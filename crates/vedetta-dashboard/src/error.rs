@@ -119,7 +119,7 @@ impl From<KvError> for ApiError {
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         if self.status.is_server_error() {
-            tracing::warn!(code = self.code, message = %self.message, "a request failed");
+            tracing::warn!(code = self.code, why = %self.message, "a request failed");
         }
         let inner = Inner { code: self.code, message: &self.message, hint: self.hint.as_deref() };
         (self.status, Json(Body { error: inner })).into_response()

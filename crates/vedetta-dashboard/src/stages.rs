@@ -164,7 +164,7 @@ struct Entry {
 impl From<Record> for Entry {
     fn from(record: Record) -> Self {
         let state = match &record {
-            Record { is_held: true, .. } => "running",
+            Record { is_held: true, .. } => "held",
             Record { is_parked: true, .. } => "parked",
             Record { due_in: None, .. } => "due",
             Record { failures: 1.., .. } => "failing",

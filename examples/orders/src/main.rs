@@ -3,8 +3,9 @@
 //!
 //! ```text
 //! cargo run --release -p orders                                        place 20 orders and deliver them
-//! cargo run --release -p orders -- --database postgres://… place 1000  place some more, on PostgreSQL
-//! cargo run --release -p orders -- --database postgres://… work        work on them, until Ctrl-C
+//! cargo run --release -p orders -- work --place 500                    until Ctrl-C, with time to look at it
+//! cargo run --release -p orders -- --database postgres://… place 1000  on PostgreSQL, beside those who work
+//! cargo run --release -p orders -- --database postgres://… work        as often as you like, each at its own --http
 //! ```
 
 mod order;
@@ -18,6 +19,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::Parser;
 use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use vedetta::dashboard::{self, Api};
 use vedetta::db::postgres::Postgres;
@@ -33,7 +35,7 @@ const GRACE: Duration = Duration::from_secs(10);
 /// Carries orders through payment, packing and shipping.
 #[derive(Debug, Parser)]
 struct Args {
-    /// The folder for everything that is kept here
+    /// The folder for everything that is kept, if not on PostgreSQL; one process at a time has it
     #[arg(long, default_value = "orders-data")]
     data: PathBuf,
     /// Where the orders are, if not in that folder: the URL of a PostgreSQL
@@ -59,8 +61,12 @@ enum Command {
         /// How many
         count: usize,
     },
-    /// Work on orders until Ctrl-C
-    Work,
+    /// Work on orders until Ctrl-C or SIGTERM
+    Work {
+        /// Place so many orders first
+        #[arg(long, default_value_t = 0)]
+        place: usize,
+    },
     /// Tell how many orders are in each state
     Show,
 }
@@ -126,7 +132,16 @@ impl Shop {
 async fn main() -> anyhow::Result<()> {
     tracing_subscriber::fmt().with_writer(std::io::stderr).init();
     let args = Args::parse();
-    let folder = DataFolder::open(&args.data)?;
+    // The page also shows a store. A shop on PostgreSQL has nothing of its own to keep in it.
+    let (_temporary, data) = match &args.database {
+        None => (None, args.data.clone()),
+        Some(_) => {
+            let folder = tempfile::tempdir()?;
+            let path = folder.path().to_owned();
+            (Some(folder), path)
+        }
+    };
+    let folder = DataFolder::open(&data)?;
     let schemas = [kv::SCHEMA, stage::sqlite::SCHEMA, sqlite::SCHEMA];
     let db = Db::open(&Options::new(folder.database()), &schemas)?;
     let store = Store::open(db.clone(), kv::Options::default()).await?;
@@ -152,8 +167,13 @@ async fn main() -> anyhow::Result<()> {
         }
         Some(Command::Show) => shop.show().await?,
         command => {
+            let (place, stays) = match command {
+                Some(Command::Work { place }) => (place, true),
+                _ => (20, false),
+            };
             let times = (Duration::from_millis(args.travels), Duration::from_millis(args.lease));
-            work(&shop, api, args.http, times, command.is_some()).await?;
+            shop.place(place).await?;
+            work(&shop, api, args.http, times, stays).await?;
         }
     }
     store.close().await;
@@ -173,23 +193,24 @@ async fn work(
     println!("page  http://{}/", listener.local_addr()?);
     let ending = CancellationToken::new();
     let serving = tokio::spawn(dashboard::serve(listener, api, ending.clone()));
-    if !stays {
-        shop.place(20).await?;
-    }
     let processing = shop.work(travels, lease).await?;
     println!("ready");
     let done = async {
         loop {
             tokio::time::sleep(Duration::from_millis(500)).await;
-            shop.show().await?;
-            if !stays && shop.is_at_rest().await? {
-                return anyhow::Ok(());
+            // A database that is away comes back, and the work goes on by itself.
+            match shop.show().await.and(shop.is_at_rest().await) {
+                Ok(is_at_rest) if is_at_rest && !stays => return,
+                Ok(_) => {}
+                Err(error) => eprintln!("cannot look: {error:#}"),
             }
         }
     };
+    let mut terminate = signal(SignalKind::terminate())?;
     tokio::select! {
-        done = done => done?,
+        () = done => {}
         _ = tokio::signal::ctrl_c() => {}
+        _ = terminate.recv() => {}
     }
     for stage in processing.status().into_iter().filter(|stage| stage.stage != SYSTEM) {
         let flow = stage.pull.flow;
