@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use clap::Args;
 use serde::{Serialize, Serializer};
+use vedetta::db::postgres::Postgres;
 use vedetta::db::{self, DataFolder};
 use vedetta::kv;
 
@@ -91,6 +92,7 @@ impl Doctor {
             http_port(addresses.http, holder.as_deref()),
             etcd_port(addresses.etcd, holder.as_deref()),
         ];
+        checks.extend(config.jobs.postgres()?.map(|url| jobs(&url)));
         checks.extend(PROGRAMS.map(|(program, package)| optional(program, package)));
         checks.extend(config.watch.iter().map(|(name, watch)| command(name, watch.program())));
         match self.output {
@@ -226,6 +228,19 @@ fn fsync(data: &Path) -> Check {
     match tried {
         Ok(()) => Check::ok(name, format!("a file in {} can be made durable", folder.display())),
         Err(error) => Check::broken(name, format!("in {}: {error}", folder.display())),
+    }
+}
+
+/// The PostgreSQL of `jobs.url`.
+fn jobs(url: &str) -> Check {
+    let open = || -> anyhow::Result<()> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        runtime.block_on(Postgres::open(url, &[]))?;
+        Ok(())
+    };
+    match open() {
+        Ok(()) => Check::ok("jobs.url", "can be reached"),
+        Err(error) => Check::broken("jobs.url", format!("{error:#}")),
     }
 }
 

@@ -87,6 +87,9 @@ impl Postgres {
     async fn migrate(&self, schemas: &[Schema]) -> Result<(), PostgresError> {
         // Taken out of the pool: with the connection ends the lock, however this ends.
         let mut client = Object::take(self.client().await?);
+        if schemas.is_empty() {
+            return Ok(()); // it can be reached, and there is nothing to change
+        }
         client.execute("SELECT pg_advisory_lock($1)", &[&MIGRATION]).await?;
         let noted = "SELECT to_regclass('vedetta_schema') IS NOT NULL";
         let noted: bool = client.query_one(noted, &[]).await?.get(0);

@@ -87,6 +87,14 @@ fn a_jobs_url_that_cannot_be_used_is_refused_without_telling_its_secret() {
         assert_eq!(ran.code, code, "{ran:?}");
         assert!(ran.err.contains("jobs.url") && !ran.err.contains("secret"), "{ran:?}");
     }
+    let doctor = vedetta(folder.path())
+        .arg("doctor")
+        .env("VEDETTA_JOBS_URL", "postgres://me:secret@127.0.0.1:1/x")
+        .output();
+    let doctor = Ran::from(doctor.unwrap());
+    assert_eq!(doctor.code, 1, "{doctor:?}");
+    assert!(doctor.out.contains("cannot reach PostgreSQL"), "{doctor:?}");
+    assert!(!doctor.out.contains("secret"), "{doctor:?}");
     let shown = run(folder.path(), &["stage", "list", "--server", "http://127.0.0.1:1"]);
     assert_eq!(shown.code, 5);
 }
