@@ -165,6 +165,14 @@ function parkedRow(entity, record) {
   return tr;
 }
 
+function noteRow(note) {
+  const td = cell("trouble", visible(note));
+  td.colSpan = 11;
+  const tr = document.createElement("tr");
+  tr.append(td);
+  return tr;
+}
+
 async function stages() {
   const { stages: all } = await ask("stages");
   const now = Date.now();
@@ -181,6 +189,8 @@ async function stages() {
       const query = `parked=true&limit=${TROUBLES}&stage=${encodeURIComponent(stage.stage)}`;
       const { records } = await ask(`stages/${encodeURIComponent(stage.entity)}?${query}`);
       rows.push(...records.map((record) => parkedRow(stage.entity, record)));
+      const left = stage.parked - records.length;
+      if (left > 0) rows.push(noteRow(`and ${numbers.format(left)} more: vedetta stage list ${stage.entity} --parked`));
     }
   }
   lastDone = done;
@@ -195,13 +205,9 @@ async function stages() {
 
 // Their database may be another one than the store's, and away.
 function noStages(error) {
-  const td = cell("trouble", `The stages cannot be read now: ${error.message}`);
-  td.colSpan = 11;
-  const tr = document.createElement("tr");
-  tr.append(td);
   const section = document.getElementById("stages");
   section.hidden = false;
-  section.querySelector("tbody").replaceChildren(tr);
+  section.querySelector("tbody").replaceChildren(noteRow(`The stages cannot be read now: ${error.message}`));
 }
 
 document.getElementById("stages").addEventListener("click", async ({ target }) => {

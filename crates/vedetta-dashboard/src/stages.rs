@@ -199,15 +199,29 @@ impl Cursor {
     }
 }
 
-/// The queues, if there are any of this entity.
-async fn queues<'c>(context: &'c Context, entity: &str) -> Result<&'c dyn Queues, ApiError> {
-    if let Some(stages) = &context.stages
-        && stages.counts().await?.iter().any(|lane| lane.entity == entity)
-    {
-        return Ok(&*stages.queues);
-    }
-    Err(ApiError::not_found(format!("there are no stages of {entity:?}"))
-        .hint("GET /api/v1/stages lists those that there are"))
+/// The queues, if there are any of this entity, and this stage among them.
+async fn queues<'c>(
+    context: &'c Context,
+    entity: &str,
+    stage: Option<&str>,
+) -> Result<&'c dyn Queues, ApiError> {
+    let lanes = match &context.stages {
+        Some(stages) => stages.counts().await?,
+        None => Vec::new(),
+    };
+    let mut ours = lanes.iter().filter(|lane| lane.entity == entity).peekable();
+    let message = match (&context.stages, ours.peek(), stage) {
+        (Some(stages), Some(_), None) => return Ok(&*stages.queues),
+        (Some(stages), Some(_), Some(stage)) => {
+            if ours.any(|lane| lane.stage == stage) {
+                return Ok(&*stages.queues);
+            }
+            format!("{entity:?} has no stage {stage:?}")
+        }
+        _ => format!("there are no stages of {entity:?}"),
+    };
+    let hint = "`vedetta stage list` and GET /api/v1/stages have those that there are";
+    Err(ApiError::not_found(message).hint(hint))
 }
 
 pub(crate) async fn entity(
@@ -224,7 +238,8 @@ pub(crate) async fn entity(
         after: after.map(|Cursor(stage, id)| (stage, id)),
     };
     query.end()?;
-    let page = queues(&context, &entity).await?.list(&entity, &which, limit).await?;
+    let queues = queues(&context, &entity, which.stage.as_deref()).await?;
+    let page = queues.list(&entity, &which, limit).await?;
     let last = page.records.last().filter(|_| page.more);
     let cursor = last.map(|last| Cursor(last.stage.clone(), last.id.clone()).encode());
     let records = page.records.into_iter().map(Into::into).collect();
@@ -238,7 +253,7 @@ pub(crate) async fn show(
 ) -> Result<Response, ApiError> {
     query.end()?;
     let which = Which { id: Some(id), ..Which::default() };
-    let page = queues(&context, &entity).await?.list(&entity, &which, STAGES).await?;
+    let page = queues(&context, &entity, None).await?.list(&entity, &which, STAGES).await?;
     let records = page.records.into_iter().map(Into::into).collect();
     Ok(Json(Shown { records, cursor: None }).into_response())
 }
@@ -255,7 +270,8 @@ pub(crate) async fn retry(
     State(context): State<Context>,
     Path((entity, stage, id)): Path<(String, String, String)>,
 ) -> Result<Json<Retried>, ApiError> {
-    if queues(&context, &entity).await?.retry(&entity, &stage, &id).await? {
+    let queues = queues(&context, &entity, Some(&stage)).await?;
+    if queues.retry(&entity, &stage, &id).await? {
         Ok(Json(Retried { retried: true }))
     } else {
         let message = format!("{entity} {id:?} has no record in stage {stage:?}");

@@ -419,10 +419,9 @@ impl<E: Entity, B: Backend<E>> StageQueue<E, B> {
         let mut items: HashMap<Arc<str>, Item<E>> = HashMap::with_capacity(claims.len());
         let mut ids = Vec::with_capacity(claims.len());
         for claim in claims {
-            match claim.id.parse::<E::Id>() {
+            match parse::<E>(&claim.id) {
                 Ok(id) => ids.push(id),
-                Err(error) => {
-                    let why = format!("the id {:?} cannot be read: {error}", claim.id);
+                Err(why) => {
                     items.insert(Arc::clone(&claim.id), Item::Unreadable(why));
                 }
             }
@@ -437,7 +436,7 @@ impl<E: Entity, B: Backend<E>> StageQueue<E, B> {
             // One that cannot be read must not hold up the others.
             Err(_) => {
                 for claim in claims {
-                    let Ok(id) = claim.id.parse::<E::Id>() else { continue };
+                    let Ok(id) = parse::<E>(&claim.id) else { continue };
                     let item = match caught(self.backend.load(vec![id])).await {
                         Ok(mut found) => found.pop().map_or(Item::Missing, Item::Entity),
                         Err(error) if error.is_transient() => return Err(error),
@@ -549,6 +548,14 @@ impl<E: Entity, B: Backend<E>> Queue for StageQueue<E, B> {
             () = resharded => {}
         }
     }
+}
+
+/// An id of text, or why it is none.
+fn parse<E: Entity>(id: &str) -> Result<E::Id, String> {
+    let parsed =
+        std::panic::catch_unwind(|| id.parse::<E::Id>().map_err(|error| error.to_string()));
+    let parsed = parsed.unwrap_or_else(|panic| Err(Failure::of_panic(panic.as_ref()).to_string()));
+    parsed.map_err(|why| format!("the id {id:?} cannot be read: {why}"))
 }
 
 /// A panic in a user's table is a failure of what it was about, and not the end of the stage.

@@ -59,7 +59,9 @@ async fn stages_are_shown_with_what_is_wrong_and_a_record_can_be_tried_again() {
     for (request, status) in [
         ("POST /api/v1/stages/order/pay/nobody/retry", 404),
         ("POST /api/v1/stages/nothing/pay/1/retry", 404),
+        ("POST /api/v1/stages/order/nothing/1/retry", 404),
         ("GET /api/v1/stages/nothing", 404),
+        ("GET /api/v1/stages/order?stage=nothing", 404),
         ("GET /api/v1/stages/order?cursor=wrong", 422),
         ("GET /api/v1/stages/order?colour=red", 422),
         ("DELETE /api/v1/stages/order", 405),
