@@ -307,6 +307,7 @@ impl Bench {
         let name = url.rsplit('/').next().expect("a URL ends with the name");
         server.batch_execute(&format!("DROP DATABASE {name} WITH (FORCE)")).await?;
         server.batch_execute("CHECKPOINT").await?;
+        anyhow::ensure!(Command::new("sync").status()?.success(), "sync failed");
         Ok(figures)
     }
 }
