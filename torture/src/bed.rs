@@ -52,7 +52,7 @@ pub enum OpenError {
 
 impl fmt::Display for OpenError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let error: &dyn Error = match self {
+        let error: &(dyn Error + 'static) = match self {
             Self::Db(error) => error,
             Self::Kv(error) => error,
         };
@@ -60,16 +60,7 @@ impl fmt::Display for OpenError {
     }
 }
 
-/// An error with its causes.
-pub fn explain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
-}
+pub use vedetta_core::explain;
 
 /// How to open a store.
 #[derive(Debug, Clone, Default)]
