@@ -16,7 +16,8 @@ pub trait Queue: Send + Sync + 'static {
     /// What came of it.
     type Outcome: Send + Sync + 'static;
 
-    /// Takes what is due, of a cost of `room` at most. Answers at once, also when there is nothing.
+    /// Takes what is due, as long as what it took costs less than `room`: the last may cost more than is
+    /// left of it. Answers at once, also when there is nothing.
     fn take(
         &self,
         room: u32,
@@ -35,9 +36,19 @@ pub trait Queue: Send + Sync + 'static {
         ended: &[(Self::Claim, End<Self::Outcome>)],
     ) -> impl Future<Output = Result<Vec<Settled>, QueueError>> + Send;
 
-    /// Returns when there may be more to take than the last [`Self::take`] found. What happens between
-    /// two calls is not lost.
-    fn woken(&self) -> impl Future<Output = ()> + Send;
+    /// Returns when there may be more to take than the last [`Self::take`] found, or leases should be
+    /// looked at. What happens between two calls is not lost.
+    fn woken(&self) -> impl Future<Output = Woken> + Send;
+}
+
+/// What somebody who works a queue is woken for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Woken {
+    /// There may be more to take.
+    More,
+    /// Something that was handed out may have been called off, or there is something to tell of it:
+    /// [keep](Queue::keep) at once.
+    Look,
 }
 
 /// What [`Queue::take`] found.
@@ -56,7 +67,7 @@ pub struct Handed<C, I> {
     pub claim: C,
     /// The work.
     pub item: I,
-    /// How many slots it takes.
+    /// How many slots it takes. None: what it is made of takes them, one after the other or side by side.
     pub cost: u32,
 }
 

@@ -25,7 +25,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
-use vedetta_core::queue::{End, Kept, Settled, Taken};
+use vedetta_core::queue::{End, Kept, Settled, Taken, Woken};
 use vedetta_core::{Backoff, Command, Handler, Queue, QueueError, Slot, explain};
 
 use crate::LONGEST;
@@ -276,7 +276,7 @@ enum Event<Q: Queue> {
     Settled(Settling<Q>),
     Kept(Keeping),
     Ended(Option<Ended<Q::Outcome>>),
-    Woken,
+    Woken(Woken),
     Time,
 }
 
@@ -309,9 +309,9 @@ where
                 biased;
                 () = stop.cancelled() => Event::Stop,
                 Some(command) = inbox.recv() => Event::Told(command),
-                () = &mut woken => {
+                what = &mut woken => {
                     woken = Box::pin(queue.woken());
-                    Event::Woken
+                    Event::Woken(what)
                 }
                 event = self.next(true) => event,
             };
@@ -364,7 +364,8 @@ where
             Event::Settled(settled) => self.settled(settled),
             Event::Kept(kept) => self.kept(kept),
             Event::Ended(Some(run)) => self.run_ended(run),
-            Event::Woken => self.look = Look::Now,
+            Event::Woken(Woken::More) => self.look = Look::Now,
+            Event::Woken(Woken::Look) => self.keep_at = Instant::now(),
             Event::Ended(None) | Event::Time | Event::Stop | Event::Told(_) => {}
         }
     }
@@ -425,6 +426,7 @@ where
         let sure_until = asked + self.options.lease;
         self.late_at = self.late_at.min(sure_until);
         for handed in taken.items {
+            // What takes no slots itself still counts as one of those that are held.
             let cost = handed.cost.clamp(1, capacity);
             cost_taken = cost_taken.saturating_add(cost);
             self.flow.taken += 1;
@@ -436,10 +438,13 @@ where
                 at: At::Waiting(handed.item),
             });
             self.costs.resize(self.costs.len().max(index + 1), 0);
-            self.costs[index] = cost;
+            self.costs[index] = handed.cost;
             self.runner.offer(slot(index), now);
         }
-        debug_assert!(cost_taken <= room.max(capacity), "a queue hands out what was asked for");
+        debug_assert!(
+            cost_taken < room.saturating_add(capacity),
+            "a queue hands out what was asked for"
+        );
         self.load += cost_taken;
     }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep};
-use vedetta_core::queue::{End, Handed, Kept, Settled, Taken};
+use vedetta_core::queue::{End, Handed, Kept, Settled, Taken, Woken};
 use vedetta_core::{Command, Failure, Handler, Queue, QueueError};
 use vedetta_runtime::{Flow, Limits, Puller, Pulling};
 
@@ -166,8 +166,9 @@ impl Queue for Line {
         Ok(answers)
     }
 
-    async fn woken(&self) {
+    async fn woken(&self) -> Woken {
         self.bell.notified().await;
+        Woken::More
     }
 }
 

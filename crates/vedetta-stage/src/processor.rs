@@ -16,7 +16,7 @@ use tokio::sync::{Mutex, watch};
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
-use vedetta_core::queue::{End, Handed, Kept, Settled, Taken};
+use vedetta_core::queue::{End, Handed, Kept, Settled, Taken, Woken};
 use vedetta_core::{Failure, Handler, Queue, QueueError, explain};
 use vedetta_runtime::{PullStatus, Puller, Pulling};
 
@@ -536,7 +536,7 @@ impl<E: Entity, B: Backend<E>> Queue for StageQueue<E, B> {
         Ok(settled)
     }
 
-    async fn woken(&self) {
+    async fn woken(&self) -> Woken {
         let resharded = async {
             // Once nobody can change it, nothing changes.
             if self.changed.lock().await.changed().await.is_err() {
@@ -547,6 +547,7 @@ impl<E: Entity, B: Backend<E>> Queue for StageQueue<E, B> {
             () = self.backend.records().woken(self.lane) => {}
             () = resharded => {}
         }
+        Woken::More
     }
 }
 

@@ -1,0 +1,24 @@
+//! Jobs: asked for, handed out under a lease, kept alive while they run, and settled once.
+//!
+//! ```text
+//!  enqueue ──► waiting ──take──► running ──settle──► done
+//!                 ▲                 │ ├──── keep: progress, log ────► seen live
+//!                 ├── failed, later ┤ └──► dead: failed too often
+//!                 └── lease lapsed ─┘
+//! ```
+//!
+//! [`Jobs`] is the port, with a backend each for the embedded SQLite file, PostgreSQL, NATS JetStream and a
+//! running Vedetta over HTTP; [`Worker`] works any of them. [`Ledger`] is what the databases can do beside:
+//! show all jobs, and let people retry them and call them off.
+//!
+//! How work is run within capacity is [`vedetta_runtime::Puller`]'s business.
+
+mod job;
+mod port;
+
+pub use job::{
+    Change, Claim, DEFAULT_QUEUE, Enqueued, Fate, Filter, Given, HIGHEST_PRIORITY, Job, JobId,
+    JobsError, Json, LARGEST, LOG_TAIL, LONGEST_KEY, LONGEST_NAME, LONGEST_TEXT, MOST_TAGS, Mode,
+    NewJob, Note, PRIORITY_STEP, Page, QueueCounts, When, check_name, status,
+};
+pub use port::{Jobs, Ledger, Taken, Wanted};
