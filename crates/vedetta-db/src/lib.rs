@@ -11,6 +11,7 @@
 //! What is stored is not this crate's business. A database on a PostgreSQL server is [`postgres`]' part.
 
 mod backup;
+mod clock;
 mod failpoint;
 mod folder;
 mod log;
@@ -22,6 +23,7 @@ mod wal;
 mod writer;
 
 pub use backup::{BackupError, backup};
+pub use clock::Clock;
 pub use failpoint::failpoint;
 pub use folder::{DataFolder, FolderError};
 pub use open::{Db, OpenError, Options, Schema, Torture, damage, inspect};

@@ -403,6 +403,7 @@ pub mod status {
         JobState::ALL.into_iter().find(|state| word(*state) == text)
     }
 
+    #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde wants it so")]
     pub(super) fn serialize<S: Serializer>(state: &JobState, to: S) -> Result<S::Ok, S::Error> {
         to.serialize_str(word(*state))
     }

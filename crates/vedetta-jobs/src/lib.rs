@@ -13,8 +13,10 @@
 //!
 //! How work is run within capacity is [`vedetta_runtime::Puller`]'s business.
 
+mod bells;
 mod job;
 mod port;
+pub mod sqlite;
 
 pub use job::{
     Change, Claim, DEFAULT_QUEUE, Enqueued, Fate, Filter, Given, HIGHEST_PRIORITY, Job, JobId,

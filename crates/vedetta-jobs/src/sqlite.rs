@@ -1,0 +1,432 @@
+//! Jobs in the embedded SQLite file.
+//!
+//! One process has the file, and keeps in memory which jobs wait and which run, see [`index`]; so a job is
+//! found without a search, however many wait. A job is one row from its beginning to its end. That it runs
+//! is not written to its row: those that were handed out together are one small row of their own, and what
+//! says how long their leases last is in memory. After a restart each lease begins anew, so that a worker in
+//! another process keeps what it has.
+
+mod desk;
+mod index;
+mod show;
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use async_trait::async_trait;
+use parking_lot::Mutex;
+use vedetta_core::JobState;
+use vedetta_core::queue::{Kept, Settled, Woken};
+use vedetta_db::rusqlite::{self, Connection, OptionalExtension as _, params};
+use vedetta_db::{
+    Clock, CommitError, Db, Mirror, Purpose, ReadError, Rows, Schema, Stop, WriteError,
+};
+
+use self::index::{Index, LaneNo, Op};
+use self::show::COLUMNS;
+use crate::bells::Bells;
+use crate::job::{
+    Change, Claim, Enqueued, Fate, Filter, Job, JobId, JobsError, Json, Mode, NewJob, Note, Page,
+    QueueCounts,
+};
+use crate::port::{Jobs, Ledger, Taken, Wanted};
+
+/// The tables of the jobs, for [`Db::open`].
+pub const SCHEMA: Schema = Schema {
+    component: "jobs",
+    steps: &["
+        CREATE TABLE job_queue (
+            queue INTEGER PRIMARY KEY,
+            name  TEXT NOT NULL UNIQUE,
+            mode  INTEGER NOT NULL DEFAULT 0
+        ) STRICT;
+        -- Times are milliseconds since 1970. A job that runs is still 0, waiting; see job_take.
+        CREATE TABLE job (
+            id           INTEGER PRIMARY KEY,
+            queue        INTEGER NOT NULL,
+            kind         TEXT NOT NULL,
+            state        INTEGER NOT NULL DEFAULT 0,
+            cost         INTEGER NOT NULL,
+            priority     INTEGER NOT NULL,
+            attempts     INTEGER NOT NULL DEFAULT 0,
+            max_attempts INTEGER NOT NULL,
+            run_at       INTEGER NOT NULL,
+            queued_at    INTEGER NOT NULL,
+            updated_at   INTEGER NOT NULL,
+            started_at   INTEGER,
+            ended_at     INTEGER,
+            timeout      INTEGER,
+            -- The last take it was given back from.
+            token        INTEGER,
+            progress     REAL NOT NULL DEFAULT 0,
+            unique_key   TEXT,
+            worker       TEXT,
+            tags         TEXT,
+            message      TEXT,
+            error        TEXT,
+            payload      TEXT NOT NULL,
+            result       TEXT,
+            log          TEXT
+        ) STRICT;
+        CREATE INDEX job_over ON job (queue, state, ended_at) WHERE ended_at IS NOT NULL;
+        CREATE INDEX job_failed ON job (state, id) WHERE state > 2;
+        -- Jobs that were handed out together: ids one after the other, 8 bytes each, the highest first.
+        CREATE TABLE job_take (
+            token  INTEGER PRIMARY KEY,
+            worker TEXT NOT NULL,
+            at     INTEGER NOT NULL,
+            lease  INTEGER NOT NULL,
+            ids    BLOB NOT NULL
+        ) STRICT;
+        CREATE TABLE job_tick (name TEXT PRIMARY KEY, at INTEGER NOT NULL) STRICT, WITHOUT ROWID;
+        -- An id is never given twice, even if the last job is removed.
+        CREATE TABLE job_last (id INTEGER NOT NULL) STRICT;
+        INSERT INTO job_last VALUES (0);
+    "],
+};
+
+fn state_number(state: JobState) -> i64 {
+    match state {
+        JobState::Waiting | JobState::Running => 0,
+        JobState::Done => 2,
+        JobState::Dead => 3,
+        JobState::Cancelled => 4,
+    }
+}
+
+fn state_of(number: i64) -> JobState {
+    match number {
+        2 => JobState::Done,
+        3 => JobState::Dead,
+        4 => JobState::Cancelled,
+        _ => JobState::Waiting,
+    }
+}
+
+fn mode_number(mode: Mode) -> i64 {
+    match mode {
+        Mode::Open => 0,
+        Mode::Paused => 1,
+        Mode::Draining => 2,
+    }
+}
+
+fn mode_of(number: i64) -> Mode {
+    match number {
+        1 => Mode::Paused,
+        2 => Mode::Draining,
+        _ => Mode::Open,
+    }
+}
+
+/// The jobs of one file; clones share them.
+#[derive(Clone)]
+pub struct SqliteJobs {
+    db: Db,
+    desk: Arc<Desk>,
+}
+
+/// What the statements need beside the connection.
+struct Desk {
+    clock: Clock,
+    index: Mutex<Index>,
+    bells: Bells,
+    rings: Mutex<Rings>,
+}
+
+/// Whom to wake once it is on the disk.
+#[derive(Default)]
+struct Rings {
+    /// By the closure that runs.
+    now: Vec<(LaneNo, Woken)>,
+    /// By those of its batch before it.
+    batch: Vec<(LaneNo, Woken)>,
+    /// By batches on their way.
+    sealed: std::collections::VecDeque<Vec<(LaneNo, Woken)>>,
+}
+
+struct Hook(Arc<Desk>);
+
+impl Mirror for Hook {
+    fn keep(&self) {
+        self.0.index.lock().keep();
+        let rings = &mut *self.0.rings.lock();
+        rings.batch.append(&mut rings.now);
+    }
+
+    fn undo(&self) {
+        self.0.index.lock().undo();
+        self.0.rings.lock().now.clear();
+    }
+
+    fn seal(&self) -> Rows {
+        self.0.index.lock().seal();
+        let rings = &mut *self.0.rings.lock();
+        rings.batch.dedup();
+        rings.sealed.push_back(std::mem::take(&mut rings.batch));
+        Box::new(|_| Ok(()))
+    }
+
+    fn publish(&self) {
+        let durable = self.0.rings.lock().sealed.pop_front().unwrap_or_default();
+        let mut index = self.0.index.lock();
+        index.publish();
+        for (lane, what) in durable {
+            if let Some(lane) = index.lanes.get(lane) {
+                self.0.bells.ring(&lane.name, what);
+            }
+        }
+    }
+
+    fn discard(&self) {
+        self.0.index.lock().discard();
+        *self.0.rings.lock() = Rings::default();
+    }
+}
+
+impl From<CommitError> for JobsError {
+    fn from(error: CommitError) -> Self {
+        match error {
+            CommitError::Full | CommitError::Failed(_) => Self::Unavailable(Box::new(error)),
+            _ => Self::Failed(Box::new(error)),
+        }
+    }
+}
+
+impl From<ReadError> for JobsError {
+    fn from(error: ReadError) -> Self {
+        Self::Failed(Box::new(error))
+    }
+}
+
+impl From<rusqlite::Error> for JobsError {
+    fn from(error: rusqlite::Error) -> Self {
+        Self::Failed(Box::new(error))
+    }
+}
+
+/// A disk that is full or fails is the database's to deal with, all else its caller's.
+impl From<JobsError> for Stop<JobsError> {
+    fn from(error: JobsError) -> Self {
+        match error {
+            JobsError::Failed(cause) => match cause.downcast::<rusqlite::Error>() {
+                Ok(error) => Stop::Sql(*error),
+                Err(cause) => Stop::Refused(JobsError::Failed(cause)),
+            },
+            error => Stop::Refused(error),
+        }
+    }
+}
+
+impl SqliteJobs {
+    /// The jobs of a database that was opened with [`SCHEMA`].
+    pub async fn open(db: Db) -> Result<Self, JobsError> {
+        let desk = Desk {
+            clock: Clock::start(),
+            index: Mutex::default(),
+            bells: Bells::default(),
+            rings: Mutex::default(),
+        };
+        let jobs = Self { db, desk: Arc::new(desk) };
+        let this = jobs.clone();
+        let loaded = tokio::task::spawn_blocking(move || {
+            this.db.attach(Box::new(Hook(Arc::clone(&this.desk))))?;
+            let desk = Arc::clone(&this.desk);
+            let loaded = this.db.read_blocking(move |db| desk.load(db));
+            Ok::<_, JobsError>(loaded?)
+        });
+        loaded.await.map_err(|stopped| JobsError::Failed(Box::new(stopped)))??;
+        Ok(jobs)
+    }
+
+    async fn write<T: Send + 'static>(
+        &self,
+        purpose: Purpose,
+        work: impl FnOnce(&Connection, &Desk) -> Result<T, JobsError> + Send + 'static,
+    ) -> Result<T, JobsError> {
+        let desk = Arc::clone(&self.desk);
+        let written = self.db.write(purpose, move |tx| Ok(work(tx, &desk)?));
+        written.await.map_err(|error| match error {
+            WriteError::Refused(refused) => refused,
+            WriteError::Lost(lost) => lost.into(),
+            _ => unreachable!("a write is refused or lost"),
+        })
+    }
+
+    /// Takes jobs on in a closure of [`Db::write`], with all else that it writes, or not at all.
+    pub fn enqueue_in(&self, tx: &Connection, jobs: &[NewJob]) -> Result<Vec<Enqueued>, JobsError> {
+        jobs.iter().try_for_each(NewJob::check)?;
+        self.desk.enqueue(tx, jobs)
+    }
+
+    /// Settles a job as done in a closure of [`Db::write`], so that what else is written there happens once:
+    /// refuse the closure if this says no, as then somebody else has the job.
+    pub fn done_in(
+        &self,
+        tx: &Connection,
+        claim: Claim,
+        result: Option<Json>,
+    ) -> Result<bool, JobsError> {
+        Ok(self.desk.settle(tx, claim, &Fate::Done { result })? == Settled::Gone)
+    }
+}
+
+/// What is wanted, for a closure.
+struct Owned {
+    queue: String,
+    worker: String,
+    room: u32,
+    capacity: u32,
+    lease: Duration,
+}
+
+#[async_trait]
+impl Jobs for SqliteJobs {
+    async fn enqueue(&self, jobs: &[NewJob]) -> Result<Vec<Enqueued>, JobsError> {
+        jobs.iter().try_for_each(NewJob::check)?;
+        let jobs = jobs.to_owned();
+        self.write(Purpose::Store, move |tx, desk| desk.enqueue(tx, &jobs)).await
+    }
+
+    async fn take(&self, wanted: &Wanted<'_>) -> Result<Taken, JobsError> {
+        let wanted = Owned {
+            queue: wanted.queue.into(),
+            worker: wanted.worker.into(),
+            room: wanted.room,
+            capacity: wanted.capacity,
+            lease: wanted.lease,
+        };
+        self.write(Purpose::Store, move |tx, desk| desk.take(tx, &wanted)).await
+    }
+
+    async fn keep(&self, held: &[(Claim, Note)]) -> Result<Vec<Kept>, JobsError> {
+        let kept: Vec<Kept> = {
+            let (mut index, now) = (self.desk.index.lock(), self.desk.clock.now());
+            let keep = |(claim, _): &(Claim, Note)| match index.runs.get(&claim.id) {
+                Some(run) if run.token == claim.token && run.until > now => {
+                    let until = now.saturating_add(run.lease);
+                    index.prolong(claim.id, until);
+                    Kept::Ours
+                }
+                _ => Kept::Lost,
+            };
+            held.iter().map(keep).collect()
+        };
+        let told = held
+            .iter()
+            .zip(&kept)
+            .filter(|((_, note), kept)| **kept == Kept::Ours && !note.is_empty());
+        let told: Vec<(Claim, Note)> = told.map(|(told, _)| told.clone()).collect();
+        if !told.is_empty() {
+            let note = move |tx: &Connection, desk: &Desk| {
+                told.iter().try_for_each(|(claim, note)| desk.note(tx, claim.id, note))
+            };
+            self.write(Purpose::Store, note).await?;
+        }
+        Ok(kept)
+    }
+
+    async fn settle(&self, ended: &[(Claim, Fate)]) -> Result<Vec<Settled>, JobsError> {
+        let ended = ended.to_owned();
+        let settle = move |tx: &Connection, desk: &Desk| {
+            ended.iter().map(|(claim, fate)| desk.settle(tx, *claim, fate)).collect()
+        };
+        self.write(Purpose::Reclaim, settle).await
+    }
+
+    async fn woken(&self, queue: &str) -> Woken {
+        self.desk.bells.rung(queue).await
+    }
+}
+
+#[async_trait]
+impl Ledger for SqliteJobs {
+    async fn job(&self, id: JobId) -> Result<Option<Job>, JobsError> {
+        let desk = Arc::clone(&self.desk);
+        let read = self.db.read(move |db| {
+            let sql = format!("SELECT {COLUMNS} FROM job WHERE id = ?1");
+            let number = i64::try_from(id.0).unwrap_or(0);
+            db.prepare_cached(&sql)?.query_row([number], |row| desk.job(row)).optional()
+        });
+        Ok(read.await?)
+    }
+
+    async fn list(
+        &self,
+        filter: &Filter,
+        before: Option<JobId>,
+        limit: u32,
+    ) -> Result<Page, JobsError> {
+        let (desk, filter) = (Arc::clone(&self.desk), filter.clone());
+        let list = self.db.read(move |db| desk.list(db, &filter, before, limit as usize));
+        Ok(list.await?)
+    }
+
+    async fn retry(&self, id: JobId) -> Result<Change, JobsError> {
+        self.write(Purpose::Store, move |tx, desk| desk.retry(tx, id)).await
+    }
+
+    async fn cancel(&self, id: JobId) -> Result<Change, JobsError> {
+        self.write(Purpose::Reclaim, move |tx, desk| desk.cancel(tx, id)).await
+    }
+
+    async fn delete(&self, id: JobId) -> Result<Change, JobsError> {
+        self.write(Purpose::Reclaim, move |tx, desk| desk.delete(tx, id)).await
+    }
+
+    async fn queues(&self) -> Result<Vec<QueueCounts>, JobsError> {
+        Ok(self.desk.queues())
+    }
+
+    async fn set_mode(&self, queue: &str, mode: Mode) -> Result<(), JobsError> {
+        let queue = queue.to_owned();
+        let set = move |tx: &Connection, desk: &Desk| {
+            let lane = desk.lane(tx, &queue)?;
+            let number = desk.index.lock().lanes[lane].number;
+            let sql = "UPDATE job_queue SET mode = ?2 WHERE queue = ?1";
+            tx.prepare_cached(sql)?.execute(params![number, mode_number(mode)])?;
+            desk.index.lock().change(Op::Mode { lane, mode });
+            desk.ring(lane, Woken::More);
+            Ok(())
+        };
+        self.write(Purpose::Store, set).await
+    }
+
+    async fn prune(&self, done: Duration, dead: Duration) -> Result<u64, JobsError> {
+        let prune = move |tx: &Connection, desk: &Desk| {
+            let before = |age| desk.clock.now().saturating_sub(Clock::millis(age));
+            desk.prune(tx, before(done), before(dead))
+        };
+        self.write(Purpose::Reclaim, prune).await
+    }
+
+    async fn tick(
+        &self,
+        name: &str,
+        at: SystemTime,
+        job: &NewJob,
+    ) -> Result<Option<Enqueued>, JobsError> {
+        job.check()?;
+        let (name, job) = (name.to_owned(), job.clone());
+        let tick = move |tx: &Connection, desk: &Desk| {
+            let sql = "INSERT INTO job_tick VALUES (?1, ?2)
+                       ON CONFLICT (name) DO UPDATE SET at = excluded.at WHERE excluded.at > at";
+            if tx.prepare_cached(sql)?.execute(params![name, Clock::at(at)])? == 0 {
+                return Ok(None);
+            }
+            Ok(desk.enqueue(tx, std::slice::from_ref(&job))?.pop())
+        };
+        self.write(Purpose::Store, tick).await
+    }
+
+    async fn last_tick(&self, name: &str) -> Result<Option<SystemTime>, JobsError> {
+        let name = name.to_owned();
+        let read = self.db.read(move |db| {
+            let sql = "SELECT at FROM job_tick WHERE name = ?1";
+            let at: Option<i64> =
+                db.prepare_cached(sql)?.query_row([name], |row| row.get(0)).optional()?;
+            Ok(at.map(Clock::time))
+        });
+        Ok(read.await?)
+    }
+}
