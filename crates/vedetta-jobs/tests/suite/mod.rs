@@ -1,0 +1,242 @@
+//! What a backend of jobs does: one suite, run by one binary per backend.
+//!
+//! [`World`] is all that differs. A story is a function over a world in one of the modules below, and has
+//! its line in `jobs_suite!` if every backend can do it, or in `ledger_suite!` if it takes a ledger. Each
+//! line is a test of its own in each binary. In the first group a story takes all its leases for the same
+//! time, as a stream has one for a whole queue. A backend without a ledger says so where it names the
+//! suite: `#[allow(dead_code, unused_macros, reason = "a stream keeps no ledger")]`.
+#![allow(unreachable_pub, reason = "public within a test")]
+
+pub mod jobs;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use testing::soon;
+use vedetta_core::queue::{Kept, Settled, Woken};
+use vedetta_jobs::{Claim, DEFAULT_QUEUE, Fate, Given, JobId, Jobs, NewJob, Note, Taken, Wanted};
+
+/// Long enough never to be over within a test.
+pub const HOUR: Duration = Duration::from_secs(3600);
+/// A lease that is soon over.
+pub const SHORT: Duration = Duration::from_millis(400);
+/// When to look again.
+const LOOK_AGAIN: Duration = Duration::from_millis(5);
+
+/// Where jobs wait, unless a test says otherwise.
+pub const QUEUE: &str = DEFAULT_QUEUE;
+/// Who works, unless a test says otherwise.
+pub const ANNA: &str = "anna";
+/// All there is.
+pub const ALL: u32 = u32::MAX;
+
+/// A place that keeps jobs.
+pub trait World: Sized {
+    /// How it is spoken to.
+    type Jobs: Jobs;
+
+    /// A new one, which nobody else uses.
+    async fn new() -> Self;
+
+    /// Somebody else at the same place, with connections of their own where there can be several.
+    async fn neighbour(&self) -> Self;
+
+    /// The same place after the process that had it ended.
+    async fn reopened(self) -> Self;
+
+    /// Its jobs.
+    fn jobs(&self) -> &Arc<Self::Jobs>;
+}
+
+/// What every test asks of a world.
+pub trait Ask: World {
+    /// Takes new jobs on; which, in their order.
+    async fn enqueue(&self, jobs: &[NewJob]) -> Vec<JobId> {
+        let enqueued = self.jobs().enqueue(jobs).await.unwrap();
+        assert_eq!(enqueued.len(), jobs.len());
+        assert!(enqueued.iter().all(|enqueued| enqueued.is_new), "{enqueued:?}");
+        enqueued.into_iter().map(|enqueued| enqueued.id).collect()
+    }
+
+    /// The same for one.
+    async fn add(&self, job: NewJob) -> JobId {
+        self.enqueue(&[job]).await[0]
+    }
+
+    /// The same for many that do not differ.
+    async fn add_many(&self, count: usize) -> Vec<JobId> {
+        self.enqueue(&vec![NewJob::new("pack"); count]).await
+    }
+
+    /// What there is to take for a while.
+    async fn taken(&self, room: u32, lease: Duration) -> Taken {
+        self.jobs().take(&wanted(room, lease)).await.unwrap()
+    }
+
+    /// The same for long, without saying how long to rest.
+    async fn take(&self, room: u32) -> Vec<Given> {
+        self.taken(room, HOUR).await.jobs
+    }
+
+    /// The only one there is.
+    async fn take_one(&self) -> Given {
+        let mut taken = self.take(ALL).await;
+        assert_eq!(taken.len(), 1, "one is due: {taken:?}");
+        taken.remove(0)
+    }
+
+    /// Waits until there is one to take, and takes it alone.
+    async fn comes(&self, lease: Duration) -> Given {
+        soon("a job is due", async {
+            loop {
+                let mut taken = self.taken(1, lease).await.jobs;
+                assert!(taken.len() <= 1, "there was room for one: {taken:?}");
+                match taken.pop() {
+                    Some(job) => return job,
+                    None => tokio::time::sleep(LOOK_AGAIN).await,
+                }
+            }
+        })
+        .await
+    }
+
+    /// Fails when there is something to take.
+    async fn rests(&self) {
+        let taken = self.take(ALL).await;
+        assert!(taken.is_empty(), "nothing is due: {taken:?}");
+    }
+
+    /// How one job ended.
+    async fn settle(&self, claim: Claim, fate: Fate) -> Settled {
+        let settled = self.jobs().settle(&[(claim, fate)]).await.unwrap();
+        assert_eq!(settled.len(), 1);
+        settled[0]
+    }
+
+    /// Has one job done.
+    async fn finish(&self, claim: Claim) {
+        assert_eq!(self.settle(claim, done()).await, Settled::Gone);
+    }
+
+    /// Prolongs one lease.
+    async fn keep(&self, claim: Claim) -> Kept {
+        self.note(claim, Note::default()).await
+    }
+
+    /// Prolongs one lease, and tells something.
+    async fn note(&self, claim: Claim, note: Note) -> Kept {
+        let kept = self.jobs().keep(&[(claim, note)]).await.unwrap();
+        assert_eq!(kept.len(), 1);
+        kept[0]
+    }
+
+    /// Waits until somebody who works the queue is woken for this.
+    async fn wakes(&self, expected: Woken) {
+        soon("who waits is woken", async { while self.jobs().woken(QUEUE).await != expected {} })
+            .await;
+    }
+
+    /// Waits until nobody is woken any more for what happened so far.
+    async fn falls_silent(&self) {
+        let silence = Duration::from_millis(100);
+        while tokio::time::timeout(silence, self.jobs().woken(QUEUE)).await.is_ok() {}
+    }
+}
+
+impl<W: World> Ask for W {}
+
+/// What Anna asks of the default queue.
+pub fn wanted(room: u32, lease: Duration) -> Wanted<'static> {
+    Wanted { queue: QUEUE, worker: ANNA, room, capacity: ALL, lease }
+}
+
+/// It is done, with nothing to tell.
+pub fn done() -> Fate {
+    Fate::Done { result: None }
+}
+
+/// It failed, and is to be tried again after a while.
+pub fn again(after: Duration) -> Fate {
+    Fate::Again { after, error: "no stock".into() }
+}
+
+/// It failed for good.
+pub fn dead() -> Fate {
+    Fate::Dead { error: "no such order".into() }
+}
+
+/// Which jobs were handed out, in order.
+pub fn ids(given: &[Given]) -> Vec<JobId> {
+    given.iter().map(|given| given.claim.id).collect()
+}
+
+/// The proofs that they were.
+pub fn claims(given: &[Given]) -> Vec<Claim> {
+    given.iter().map(|given| given.claim).collect()
+}
+
+/// Waits until it is so.
+pub async fn eventually(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
+    soon(what, async {
+        while !is_so().await {
+            tokio::time::sleep(LOOK_AGAIN).await;
+        }
+    })
+    .await;
+}
+
+/// Waits until a lease of this length, taken before, is over for sure.
+pub async fn lapse(lease: Duration) {
+    tokio::time::sleep(lease + Duration::from_millis(20)).await;
+}
+
+/// Whether something asked for at `asked` to wait for so long came no earlier, but for what clocks are read to.
+pub fn waited(asked: Instant, full: Duration) -> bool {
+    asked.elapsed() + Duration::from_millis(2) >= full
+}
+
+/// Whether a wait that was asked for as `full` a moment ago is still about that.
+pub fn about(wait: Duration, full: Duration) -> bool {
+    wait <= full + Duration::from_millis(2) && wait + Duration::from_secs(300) >= full
+}
+
+/// The stories that every backend can tell.
+macro_rules! jobs_suite {
+    ($world:ty) => {
+        stories! { $world;
+            jobs {
+                jobs_come_out_as_they_went_in_and_in_order
+                the_largest_payload_comes_out_whole
+                many_are_taken_on_all_or_none
+                each_queue_hands_out_its_own
+                a_take_fills_its_room_by_cost_and_the_last_may_overshoot
+                what_costs_more_than_the_capacity_counts_as_the_capacity
+                many_who_take_at_once_share_what_is_due
+                a_take_says_whether_there_may_be_more
+                a_kept_job_is_handed_out_to_nobody_else
+                a_job_that_is_not_kept_goes_to_another_and_its_first_worker_has_lost_it
+                what_is_done_or_dead_is_not_handed_out_again
+                what_is_to_be_tried_again_or_later_comes_back_then_and_not_before
+                what_is_released_comes_back_at_once
+                many_are_kept_and_settled_each_by_its_own_claim
+                an_end_that_is_told_twice_does_no_harm
+                everybody_who_waits_is_woken_by_new_jobs
+                what_is_put_back_wakes_who_waits
+                what_happened_before_somebody_waits_wakes_them_too
+                no_job_is_lost_by_a_restart
+            }
+        }
+    };
+}
+
+/// Makes each of them a test.
+macro_rules! stories {
+    ($world:ty; $($module:ident { $($name:ident)* })*) => {
+        $(mod $module {
+            $(#[tokio::test]
+            async fn $name() {
+                $crate::suite::$module::$name::<$world>().await;
+            })*
+        })*
+    };
+}
