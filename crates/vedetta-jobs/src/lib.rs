@@ -17,6 +17,7 @@ mod bells;
 mod job;
 mod port;
 pub mod sqlite;
+mod worker;
 
 pub use job::{
     Change, Claim, DEFAULT_QUEUE, Enqueued, Fate, Filter, Given, HIGHEST_PRIORITY, Job, JobId,
@@ -24,3 +25,4 @@ pub use job::{
     NewJob, Note, PRIORITY_STEP, Page, QueueCounts, When, check_name, status,
 };
 pub use port::{Jobs, Ledger, Taken, Wanted};
+pub use worker::{BACKOFF, BoxError, LEASE, Outcome, Work, Worker, Working};
