@@ -49,6 +49,7 @@ impl Drop for Hold {
     fn drop(&mut self) {
         if let Some(held) = self.held.take() {
             self.room.release(held);
+            self.room.tell();
         }
     }
 }
@@ -135,6 +136,15 @@ impl Room {
         let mut state = self.state.lock();
         if state.slots.cancel(ticket).is_some() {
             self.dispatch(&mut state);
+            drop(state);
+            self.tell();
+        }
+    }
+
+    /// Tells the runner that it may begin what a part has made room for.
+    fn tell(&self) {
+        if !self.state.lock().ready.is_empty() {
+            self.bell.notify_one();
         }
     }
 
@@ -146,10 +156,7 @@ impl Room {
     fn dispatch(self: &Arc<Self>, state: &mut State) {
         while let Some((held, waiter)) = state.slots.start() {
             match waiter {
-                Waiter::Run(run) => {
-                    state.ready.push_back((held, run));
-                    self.bell.notify_one();
-                }
+                Waiter::Run(run) => state.ready.push_back((held, run)),
                 Waiter::Part(turn) => {
                     let hold = Hold { held: Some(held), room: Arc::clone(self) };
                     // Nobody waits for it any more: not dropped here, where the state is locked.
