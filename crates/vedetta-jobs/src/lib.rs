@@ -15,6 +15,7 @@
 
 mod bells;
 mod job;
+mod periodic;
 mod port;
 pub mod sqlite;
 mod worker;
@@ -24,5 +25,6 @@ pub use job::{
     JobsError, Json, LARGEST, LOG_TAIL, LONGEST_KEY, LONGEST_NAME, LONGEST_TEXT, MOST_TAGS, Mode,
     NewJob, Note, PRIORITY_STEP, Page, QueueCounts, When, check_name, status,
 };
+pub use periodic::{Every, Housekeeping, Periodic, Retention};
 pub use port::{Jobs, Ledger, Taken, Wanted};
 pub use worker::{BACKOFF, BoxError, LEASE, Outcome, Work, Worker, Working};
