@@ -1,28 +1,35 @@
 //! Runs a command once, and leaves nothing of it behind when it is ended from outside.
 //!
 //! ```text
-//! input ──stdin──► ┌─────────────────────────┐ ──exit code 0──► done
-//!                  │ a process group its own │
+//! input ──stdin──► ┌─────────────────────────┐ ──stdout, stderr──► progress, a result, lines of log
+//!                  │ a process group its own │ ──exit code 0──► done
 //!                  └─────────────────────────┘ ──anything else──► the end of stderr, as the error
-//!                     ▲ SIGKILL to all of it: time is up, or the run was dropped
+//!                     ▲ SIGKILL to all of it: time is up, the run was dropped, or this process ended
 //! ```
 //!
-//! What a command that ended by itself leaves in the background goes on. Neither the arguments nor the
-//! input nor the output are ever logged here: they may hold secrets.
+//! What a command that ended by itself leaves in the background goes on as long as this process does; on
+//! Linux a guard ends it then, together with all that runs, whatever group or session it is in. Elsewhere,
+//! what runs when this process is killed goes on. Neither the arguments nor the input nor the output are
+//! ever logged here: they may hold secrets.
+
+mod guard;
+mod output;
 
 use std::ffi::{OsStr, OsString};
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process_group};
-use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _};
+use serde_json::value::RawValue;
+use tokio::io::AsyncWriteExt as _;
 use tokio::process::Child;
 use tokio::time::timeout;
 
-/// Bytes of stderr that are kept: the last ones, where the reason is.
-const KEPT: usize = 8 << 10;
-/// What a command wrote before its end is there at once; what it left in the background may hold stderr
-/// open for ever.
+pub use output::Watch;
+use output::{Stderr, Stdout};
+
+/// What a command wrote before its end is there at once; what it left in the background may hold its
+/// output open for ever.
 const REST: Duration = Duration::from_millis(100);
 
 /// A command that may be run.
@@ -38,6 +45,9 @@ pub struct Command {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CommandError {
+    /// It was not started: nothing would end it if this process were killed.
+    #[error("cannot start the guard that ends commands when this process ends")]
+    Guard(#[source] std::io::Error),
     /// It is not there, or may not be run.
     #[error("cannot start {}", .0.display())]
     Start(OsString, #[source] std::io::Error),
@@ -68,6 +78,7 @@ impl CommandError {
         match self {
             Self::Failed { status, .. } => format!("it ended with {}", ending(*status)),
             Self::Timeout { limit, .. } => format!("it took longer than {limit:?} and was killed"),
+            Self::Guard(error) => format!("{self}: {error}"),
             Self::Start(program, error) => format!("cannot start {}: {error}", program.display()),
             Self::Wait(error) => format!("cannot wait for its end: {error}"),
         }
@@ -110,19 +121,47 @@ impl Command {
     ///
     /// Cancel safety: a dropped future kills the command and all that it started.
     pub async fn run(&self, input: &[u8]) -> Result<(), CommandError> {
+        self.execute(input, None).await.map(drop)
+    }
+
+    /// The same, and `watch` is told what it says meanwhile. On stdout these lines mean something, alone or
+    /// as one, and every other is ignored, as is one of 1 MiB or more:
+    ///
+    /// ```json
+    /// {"progress": 0.4, "message": "halfway, nearly"}
+    /// {"result": {"frames": 1200}}
+    /// ```
+    ///
+    /// Returns the last result, if there was one.
+    pub async fn run_watched(
+        &self,
+        input: &[u8],
+        watch: &dyn Watch,
+    ) -> Result<Option<Box<RawValue>>, CommandError> {
+        self.execute(input, Some(watch)).await
+    }
+
+    async fn execute(
+        &self,
+        input: &[u8],
+        watch: Option<&dyn Watch>,
+    ) -> Result<Option<Box<RawValue>>, CommandError> {
+        let guarded = guard::ids().map_err(CommandError::Guard)?;
         let child = tokio::process::Command::new(&self.program)
             .args(&self.arguments)
             .envs(self.variables.iter().map(|(name, value)| (name, value)))
+            .env(guard::VARIABLE, guarded)
             .stdin(Stdio::piped())
-            .stdout(Stdio::null())
+            .stdout(if watch.is_some() { Stdio::piped() } else { Stdio::null() })
             .stderr(Stdio::piped())
             .process_group(0)
             .kill_on_drop(true) // after the group, which has no other way to be waited for
             .spawn()
             .map_err(|error| CommandError::Start(self.program.clone(), error))?;
         let mut group = Group(child);
-        let (stdin, stderr) = (group.0.stdin.take(), group.0.stderr.take());
-        let mut tail = Tail::default();
+        let stdin = group.0.stdin.take();
+        let pipes = (group.0.stdout.take(), group.0.stderr.take());
+        let (mut stdout, mut stderr) = (Stdout::new(watch), Stderr::new(watch));
         let ended = {
             let feed = async move {
                 if let Some(mut stdin) = stdin {
@@ -130,14 +169,19 @@ impl Command {
                     let _ = stdin.write_all(input).await;
                 }
             };
-            let (mut feed, mut errors) = (std::pin::pin!(feed), std::pin::pin!(tail.fill(stderr)));
+            let read = async {
+                let stdout = output::read(pipes.0, |bytes| stdout.take(bytes));
+                let stderr = output::read(pipes.1, |bytes| stderr.take(bytes));
+                tokio::join!(stdout, stderr);
+            };
+            let (mut feed, mut read) = (std::pin::pin!(feed), std::pin::pin!(read));
             let (mut is_fed, mut is_read) = (false, false);
             let whole = async {
                 loop {
                     tokio::select! {
                         status = group.0.wait() => break status,
                         () = &mut feed, if !is_fed => is_fed = true,
-                        () = &mut errors, if !is_read => is_read = true,
+                        () = &mut read, if !is_read => is_read = true,
                     }
                 }
             };
@@ -146,14 +190,15 @@ impl Command {
                 group.kill();
                 group.0.wait().await.map_err(CommandError::Wait)?;
             }
-            if !is_read && !matches!(&ended, Ok(Ok(status)) if status.success()) {
-                let _ = timeout(REST, errors).await;
+            let is_done = matches!(&ended, Ok(Ok(status)) if status.success());
+            if !is_read && (watch.is_some() || !is_done) {
+                let _ = timeout(REST, read).await;
             }
             ended
         };
-        let stderr = tail.text();
+        let (result, stderr) = (stdout.end(), stderr.end());
         match ended {
-            Ok(Ok(status)) if status.success() => Ok(()),
+            Ok(Ok(status)) if status.success() => Ok(result),
             Ok(Ok(status)) => Err(CommandError::Failed { status, stderr }),
             Ok(Err(error)) => Err(CommandError::Wait(error)),
             Err(_) => Err(CommandError::Timeout { limit: self.limit, stderr }),
@@ -181,35 +226,10 @@ impl Drop for Group {
     }
 }
 
-/// The last that was written.
-#[derive(Default)]
-struct Tail {
-    bytes: Vec<u8>,
-    is_cut: bool,
-}
-
-impl Tail {
-    async fn fill(&mut self, from: Option<impl AsyncRead + Unpin>) {
-        let Some(mut from) = from else { return };
-        let mut piece = vec![0; KEPT];
-        while let Ok(read @ 1..) = from.read(&mut piece).await {
-            self.bytes.extend_from_slice(&piece[..read]);
-            let over = self.bytes.len().saturating_sub(KEPT);
-            self.is_cut |= over > 0;
-            self.bytes.drain(..over);
-        }
-    }
-
-    fn text(&self) -> String {
-        let text = String::from_utf8_lossy(&self.bytes);
-        let cut = if self.is_cut { "…" } else { "" };
-        format!("{cut}{}", text.trim())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use output::KEPT;
 
     fn shell(script: &str) -> Command {
         Command::new("sh", ["-c", script], Duration::from_secs(60))
