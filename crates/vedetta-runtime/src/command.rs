@@ -228,8 +228,10 @@ impl Drop for Group {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use output::KEPT;
+    use parking_lot::Mutex;
+
+    use super::*;
 
     fn shell(script: &str) -> Command {
         Command::new("sh", ["-c", script], Duration::from_secs(60))
@@ -304,5 +306,109 @@ mod tests {
         assert!(shell(&script).run(b"").await.is_err());
         assert!(alive(&read()), "it ended by itself, so nothing of it is killed");
         std::process::Command::new("kill").arg(read().trim()).status().unwrap();
+    }
+
+    /// Writes down what it is told.
+    #[derive(Default)]
+    struct Told {
+        progress: Mutex<Vec<(f64, Option<String>)>>,
+        log: Mutex<Vec<String>>,
+    }
+
+    impl Watch for Told {
+        fn progress(&self, progress: f64, message: Option<&str>) {
+            self.progress.lock().push((progress, message.map(str::to_owned)));
+        }
+
+        fn log(&self, line: &str) {
+            self.log.lock().push(line.to_owned());
+        }
+    }
+
+    #[tokio::test]
+    async fn progress_and_the_last_result_are_heard_and_other_output_is_ignored() {
+        let said = r#"
+            {"progress": 0.25, "message": "a \u00e4", "more": [1]}
+            starting
+              {"progress": -3, "message": 7}
+            [0.5, "a list"]
+            {"progress": NaN}
+            {"progress": 1e999}
+            {"progress": "0.5"}
+            {"progress": null}
+            {"message": "no progress"}
+            {"result": "first"}
+            {"progress": 17, "result": {"b": 1.0, "a": [ ]}}
+            {"result": "not the
+            {"progress": 0.75}"#;
+        let told = Told::default();
+        let result = shell("cat").run_watched(said.as_bytes(), &told).await.unwrap().unwrap();
+        assert_eq!(result.get(), r#"{"b": 1.0, "a": [ ]}"#);
+        let progress = std::mem::take(&mut *told.progress.lock());
+        let message = Some("a ä".to_owned());
+        assert_eq!(progress, [(0.25, message), (0.0, None), (1.0, None), (0.75, None)]);
+
+        let null = shell("cat").run_watched(b"{\"result\": 1}\n{\"result\": null}", &told).await;
+        assert_eq!(null.unwrap().unwrap().get(), "null");
+        assert!(shell("echo").run_watched(b"", &told).await.unwrap().is_none());
+        let failed = shell("cat; exit 1").run_watched(br#"{"result": 1}"#, &told).await;
+        assert_eq!(failed.unwrap_err().to_string(), "it ended with exit code 1");
+
+        let long = format!(r#"{{"progress": 0, "message": "{}"}}"#, "ä".repeat(5000));
+        shell("cat").run_watched(long.as_bytes(), &told).await.unwrap();
+        assert_eq!(told.progress.lock()[0].1.as_ref().unwrap(), &"ä".repeat(512));
+    }
+
+    #[tokio::test]
+    async fn a_line_is_told_while_the_command_runs() {
+        let told = Told::default();
+        let script = r#"echo '{"progress": 0.5}'; echo one >&2; sleep 600"#;
+        let command = shell(script);
+        tokio::select! {
+            ended = command.run_watched(b"", &told) => panic!("{ended:?}"),
+            () = until("line", || !told.log.lock().is_empty() && !told.progress.lock().is_empty()) => {}
+        }
+        assert_eq!(*told.log.lock(), ["one"]);
+    }
+
+    #[tokio::test]
+    async fn lines_of_any_length_and_bytes_are_told_in_bounded_pieces() {
+        let told = Told::default();
+        let input = [&b"a\r\n\n\xff\n"[..], &"ä".repeat(5000).into_bytes(), b"\nlast"].concat();
+        let error = shell("cat >&2; exit 2").run_watched(&input, &told).await.unwrap_err();
+        assert!(error.to_string().ends_with("ä\nlast"), "{error:.40}");
+        let log = std::mem::take(&mut *told.log.lock());
+        assert_eq!(log[..3], ["a", "", "\u{fffd}"]);
+        assert_eq!(log[3..6].concat(), "ä".repeat(5000));
+        assert!(log.iter().all(|line| line.len() <= 4096), "a long piece");
+        assert_eq!(log[6..], ["last"]);
+
+        // One byte more than the limit: the piece before ends between two characters.
+        let input = format!("x{}", "ä".repeat(2048));
+        shell("cat >&2").run_watched(input.as_bytes(), &told).await.unwrap();
+        assert_eq!(std::mem::take(&mut *told.log.lock()).concat(), input);
+        // Exactly the limit: no empty rest.
+        shell("cat >&2").run_watched(&[b'x'; 4097][..4096], &told).await.unwrap();
+        assert_eq!(*told.log.lock(), ["x".repeat(4096)]);
+    }
+
+    #[tokio::test]
+    async fn a_line_of_stdout_without_an_end_is_ignored_and_what_follows_it_is_heard() {
+        let told = Told::default();
+        let script = r#"echo '{"result": 1}'; printf '{"result": "%05000000d"}\n' 0; cat"#;
+        let result = shell(script).run_watched(b"{\"progress\": 1}", &told).await.unwrap();
+        assert_eq!(result.unwrap().get(), "1");
+        assert_eq!(*told.progress.lock(), [(1.0, None)]);
+    }
+
+    #[tokio::test]
+    async fn what_is_left_in_the_background_does_not_hold_up_a_watched_command() {
+        let told = Told::default();
+        let script = r#"sleep 600 & echo $! >&2; echo '{"result": 1}'"#;
+        let result = shell(script).run_watched(b"", &told).await.unwrap();
+        assert_eq!(result.unwrap().get(), "1");
+        let pid = told.log.lock()[0].clone();
+        assert!(alive(&pid), "it goes on");
+        std::process::Command::new("kill").arg(pid).status().unwrap();
     }
 }
