@@ -30,8 +30,8 @@ const FAMILY: &str = r#"n=600; sleep $n & setsid sleep $n &
 async fn another_process() {
     match std::env::var(ROLE).as_deref() {
         Ok("ends") => shell("exit 0", LONG).run(b"").await.unwrap(),
-        Ok("ends and leaves one behind") => {
-            shell("setsid sleep 600 & exit 0", LONG).run(b"").await.unwrap();
+        Ok("ends and leaves two behind") => {
+            shell("sleep 600 & setsid sleep 600 & exit 0", LONG).run(b"").await.unwrap();
         }
         Ok("runs") => drop(shell(FAMILY, LONG).run(b"").await),
         Ok("starts and starts") => {
@@ -208,7 +208,7 @@ fn a_process_that_is_killed_while_it_starts_commands_leaves_nothing_running() {
 
 #[test]
 fn a_process_that_ends_leaves_no_guard_and_nothing_that_its_commands_left() {
-    for role in ["ends", "ends and leaves one behind"] {
+    for role in ["ends", "ends and leaves two behind"] {
         let mut other = Other::start(role);
         assert!(other.process.wait().unwrap().success(), "{role}");
         other.is_gone();
