@@ -22,7 +22,7 @@ pub trait Watch: Sync {
     /// It has come this far, from 0 to 1. Of a message at most the first KiB is told.
     fn progress(&self, progress: f64, message: Option<&str>);
 
-    /// It wrote this line to stderr; the line's end and what is no text are replaced. One that is longer
+    /// It wrote this line to stderr, here without its end; what is no text is replaced. One that is longer
     /// than 4 KiB comes in pieces.
     fn log(&self, line: &str);
 }
