@@ -12,7 +12,7 @@ mod room;
 mod runner;
 pub mod watcher;
 
-pub use command::{Command, CommandError};
+pub use command::{Command, CommandError, Watch};
 pub use declared::{Declared, Keys};
 pub use puller::{Flow, PullStatus, Puller, Pulling};
 pub use room::{Hold, Room};
