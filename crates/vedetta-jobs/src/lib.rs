@@ -14,6 +14,7 @@
 //! How work is run within capacity is [`vedetta_runtime::Puller`]'s business.
 
 mod bells;
+mod declared;
 mod job;
 mod periodic;
 mod port;
