@@ -29,6 +29,7 @@ use vedetta_core::queue::{End, Kept, Settled, Taken, Woken};
 use vedetta_core::{Backoff, Command, Handler, Queue, QueueError, Slot, explain};
 
 use crate::LONGEST;
+use crate::room::Room;
 use crate::runner::{Ended, Limits, Outcome, Runner};
 
 /// The waits between tries to reach a queue. With jitter: the workers of a fleet lose it together.
@@ -46,9 +47,10 @@ const LAST_WORDS: Duration = Duration::from_secs(5);
 pub struct Puller {
     /// How much may run, and for how long.
     pub limits: Limits,
-    /// How long a lease of the queue lasts. It is prolonged three times in that time, and what could not
-    /// be prolonged by its end is given up.
+    /// How long a lease of the queue lasts. What could not be prolonged by its end is given up.
     pub lease: Duration,
+    /// Leases are prolonged this often: several times before they end.
+    pub beat: Duration,
     /// The queue is looked at after so long without a wake-up: they may be lost.
     pub poll: Duration,
 }
@@ -138,6 +140,15 @@ impl Puller {
         Q: Queue,
         H: Handler<Q::Item, Outcome = Q::Outcome>,
     {
+        self.start_within(Room::new(self.limits.capacity), queue, handler)
+    }
+
+    /// The same with slots that the handler shares: for the parts of what costs nothing itself.
+    pub fn start_within<Q, H>(self, room: Arc<Room>, queue: Q, handler: H) -> Pulling
+    where
+        Q: Queue,
+        H: Handler<Q::Item, Outcome = Q::Outcome>,
+    {
         let (commands, inbox) = mpsc::channel(8);
         let (stop, grace) = (CancellationToken::new(), Arc::new(Mutex::new(LONGEST)));
         let status = Arc::new(Mutex::new(PullStatus::default()));
@@ -145,7 +156,7 @@ impl Puller {
             queue: Arc::new(queue),
             handler,
             options: self,
-            runner: Runner::new(self.limits),
+            runner: Runner::within(room, self.limits),
             status: Arc::clone(&status),
             held: Slab::new(),
             costs: Vec::new(),
@@ -161,7 +172,7 @@ impl Puller {
             settle_at: None,
             settle_failures: 0,
             keeping: None,
-            keep_at: Instant::now() + self.lease / 3,
+            keep_at: Instant::now() + self.beat,
             late_at: Instant::now() + self.lease,
             paused: false,
             flow: Flow::default(),
@@ -564,7 +575,7 @@ where
             return;
         }
         let lease = self.options.lease;
-        self.keep_at = now + lease / 3;
+        self.keep_at = now + self.options.beat;
         // What is being settled is not asked for: it may have to wait for that.
         let ours = |at: &At<Q::Item>| !matches!(at, At::Lost | At::Settling);
         let (asked_for, claims): (Vec<_>, Vec<_>) = self
