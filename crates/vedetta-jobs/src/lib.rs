@@ -16,6 +16,7 @@
 mod bells;
 mod job;
 mod port;
+pub mod postgres;
 pub mod sqlite;
 
 pub use job::{
