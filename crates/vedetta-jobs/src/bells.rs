@@ -59,6 +59,14 @@ impl Bells {
         }
     }
 
+    /// For who cannot tell what was missed.
+    pub(crate) fn ring_all(&self) {
+        for bell in self.0.lock().values() {
+            bell.ring(Woken::Look);
+            bell.ring(Woken::More);
+        }
+    }
+
     /// Until it is rung; also if that was before.
     pub(crate) async fn rung(&self, queue: &str) -> Woken {
         let (tell, heard) = oneshot::channel();

@@ -18,6 +18,7 @@ mod declared;
 mod job;
 mod periodic;
 mod port;
+pub mod postgres;
 pub mod sqlite;
 mod worker;
 
