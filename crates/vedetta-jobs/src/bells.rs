@@ -61,7 +61,7 @@ impl Bells {
 
     /// For who cannot tell what was missed.
     pub(crate) fn ring_all(&self) {
-        for bell in self.0.lock().values() {
+        for bell in self.0.lock().values_mut() {
             bell.ring(Woken::Look);
             bell.ring(Woken::More);
         }
