@@ -19,6 +19,7 @@ mod job;
 mod kinds;
 mod periodic;
 mod port;
+pub mod postgres;
 pub mod sqlite;
 mod worker;
 
