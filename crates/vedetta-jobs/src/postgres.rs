@@ -465,7 +465,7 @@ impl Jobs for PostgresJobs {
             match given(row)? {
                 Some(given) => jobs.push((row.try_get(9)?, given)),
                 None => {
-                    rest = Some(row.try_get::<_, Option<i64>>(10)?.map_or(Duration::MAX, delay))
+                    rest = Some(row.try_get::<_, Option<i64>>(10)?.map_or(Duration::MAX, delay));
                 }
             }
         }
