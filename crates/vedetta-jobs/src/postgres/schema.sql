@@ -162,10 +162,11 @@ LANGUAGE plpgsql
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off AS $$
 #variable_conflict use_column
 DECLARE
-    fit   bigint;
-    worth bigint;
-    low   timestamptz;
-    taken bigint;
+    first_rank timestamptz;
+    first_id   bigint;
+    fit        bigint;
+    worth      bigint;
+    taken      bigint;
 BEGIN
     -- A claim that is lost with the server is as if it had not been made: it need not reach the disk.
     PERFORM set_config('synchronous_commit', 'off', true);
@@ -179,51 +180,60 @@ BEGIN
     THEN
         PERFORM vedetta_job_wake(its_queue);
     END IF;
-    -- How many that is is looked up before any is locked: else others would find too many locked. From the
-    -- first of them on, as the index may begin with many that are gone.
-    SELECT count(*), sum(price), min(rank) INTO fit, worth, low FROM (
-        SELECT price, rank, sum(price) OVER (ORDER BY rank, id ROWS UNBOUNDED PRECEDING) - price AS before FROM (
-            SELECT least(cost, capacity) AS price, rank, id FROM vedetta_job
-            WHERE queue = its_queue AND state = 1 ORDER BY rank, id LIMIT least(room, 10000)
-        ) AS first
-    ) AS first WHERE before < room;
-    RETURN QUERY UPDATE vedetta_job AS j SET
-        state = 2,
-        token = hashint8extended(j.id, seed),
-        lease = term,
-        wake_at = now() + term * interval '1 microsecond',
-        attempts = j.attempts + 1,
-        worker = who,
-        started_at = now(),
-        changed_at = now(),
-        progress = 0,
-        message = NULL
-    WHERE j.ctid = ANY (ARRAY (
-        SELECT row FROM (
-            SELECT row, sum(price) OVER (ORDER BY rank, id ROWS UNBOUNDED PRECEDING) - price AS before FROM (
-                SELECT ctid AS row, least(cost, capacity) AS price, rank, id FROM vedetta_job
-                WHERE queue = its_queue AND state = 1 AND rank >= low
-                ORDER BY rank, id LIMIT fit FOR UPDATE SKIP LOCKED
+    -- The index may begin with many that are gone: they are passed over once.
+    SELECT rank, id INTO first_rank, first_id FROM vedetta_job
+    WHERE queue = its_queue AND state = 1 ORDER BY rank, id LIMIT 1;
+    IF first_id IS NOT NULL THEN
+        -- How many fit is looked up before any is locked: else others would find too many locked.
+        SELECT count(*), sum(price) INTO fit, worth FROM (
+            SELECT price, sum(price) OVER (ORDER BY rank, id ROWS UNBOUNDED PRECEDING) - price AS before FROM (
+                SELECT least(cost, capacity) AS price, rank, id FROM vedetta_job
+                WHERE queue = its_queue AND state = 1 AND (rank, id) >= (first_rank, first_id)
+                ORDER BY rank, id LIMIT least(room, 10000)
             ) AS first
-        ) AS first WHERE before < room))
-    RETURNING j.id, j.token, j.kind, j.payload, j.cost, j.attempts, j.max_attempts, j.timeout, j.tags, j.rank,
-        NULL::bigint;
-    GET DIAGNOSTICS taken = ROW_COUNT;
-    IF worth >= room AND taken >= fit THEN
-        RETURN;
-    END IF;
-    IF EXISTS (SELECT FROM vedetta_job WHERE queue = its_queue AND state = 1) THEN
-        IF taken > 0 THEN
+        ) AS first WHERE before < room;
+        RETURN QUERY UPDATE vedetta_job AS j SET
+            state = 2,
+            token = hashint8extended(j.id, seed),
+            lease = term,
+            wake_at = now() + term * interval '1 microsecond',
+            attempts = j.attempts + 1,
+            worker = who,
+            started_at = now(),
+            changed_at = now(),
+            progress = 0,
+            message = NULL
+        WHERE j.ctid = ANY (ARRAY (
+            SELECT row FROM (
+                SELECT row, sum(price) OVER (ORDER BY rank, id ROWS UNBOUNDED PRECEDING) - price AS before FROM (
+                    SELECT ctid AS row, least(cost, capacity) AS price, rank, id FROM vedetta_job
+                    WHERE queue = its_queue AND state = 1 AND (rank, id) >= (first_rank, first_id)
+                    ORDER BY rank, id LIMIT fit FOR UPDATE SKIP LOCKED
+                ) AS first
+            ) AS first WHERE before < room))
+        RETURNING j.id, j.token, j.kind, j.payload, j.cost, j.attempts, j.max_attempts, j.timeout, j.tags, j.rank,
+            NULL::bigint;
+        GET DIAGNOSTICS taken = ROW_COUNT;
+        IF worth >= room AND taken >= fit THEN
             RETURN;
         END IF;
-        rest := 5000; -- others have them locked
-    ELSE
-        SELECT greatest(0, extract(epoch FROM min(at) - clock_timestamp()) * 1000000)::bigint INTO rest FROM (
-            (SELECT wake_at AS at FROM vedetta_job WHERE queue = its_queue AND state = 0 ORDER BY wake_at LIMIT 1)
-            UNION ALL
-            (SELECT wake_at AS at FROM vedetta_job WHERE queue = its_queue AND state = 2 ORDER BY wake_at LIMIT 1)
-        ) AS next;
+        IF EXISTS (SELECT FROM vedetta_job
+                   WHERE queue = its_queue AND state = 1 AND (rank, id) >= (first_rank, first_id))
+        THEN
+            IF taken = 0 THEN
+                rest := 5000; -- others have them locked
+                RETURN NEXT;
+            END IF;
+            RETURN;
+        END IF;
     END IF;
+    SELECT (extract(epoch FROM min(at) - clock_timestamp()) * 1000000)::bigint INTO rest FROM (
+        (SELECT wake_at AS at FROM vedetta_job
+         WHERE queue = its_queue AND state = 0 AND wake_at > now() ORDER BY wake_at LIMIT 1)
+        UNION ALL
+        (SELECT wake_at AS at FROM vedetta_job
+         WHERE queue = its_queue AND state = 2 AND wake_at > now() ORDER BY wake_at LIMIT 1)
+    ) AS next;
     RETURN NEXT;
 END $$;
 
