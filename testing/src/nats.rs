@@ -23,8 +23,6 @@ const ATTEMPTS: usize = 10;
 pub struct Server {
     folder: TempDir,
     address: SocketAddr,
-    /// Beyond where it listens and stores.
-    flags: Vec<String>,
     /// `None` while it is killed.
     process: Option<Child>,
 }
@@ -32,14 +30,15 @@ pub struct Server {
 impl Server {
     /// A new server on a free port; returns when it answers.
     pub async fn start() -> Self {
-        Self::start_with(&[]).await
+        Self::start_with("").await
     }
 
-    /// The same with further flags.
-    pub async fn start_with(flags: &[&str]) -> Self {
-        let flags = flags.iter().copied().map(str::to_owned).collect();
+    /// The same with this configuration, as in the file of that name, beside where it listens and stores.
+    pub async fn start_with(configuration: &str) -> Self {
         let address = (Ipv4Addr::LOCALHOST, 0).into();
-        let mut server = Self { folder: scratch(), address, flags, process: None };
+        let mut server = Self { folder: scratch(), address, process: None };
+        let file = server.folder.path().join("configuration");
+        std::fs::write(file, configuration).expect("a file can be written");
         // A port that was free a moment ago may be taken by now: then it ends at once, and we try again.
         for _ in 0..ATTEMPTS {
             server.address = free_address();
@@ -102,7 +101,8 @@ impl Server {
         let log = log.expect("a log can be written");
         let mut nats = program();
         nats.args(["-a", "127.0.0.1", "-p", &self.address.port().to_string(), "-js", "-sd"]);
-        nats.arg(self.folder.path().join("data")).args(&self.flags).stdin(Stdio::null());
+        nats.arg(self.folder.path().join("data")).arg("-c");
+        nats.arg(self.folder.path().join("configuration")).stdin(Stdio::null());
         nats.stdout(log.try_clone().expect("a handle")).stderr(log);
         self.process = Some(nats.spawn().expect("nats-server can be run"));
     }
