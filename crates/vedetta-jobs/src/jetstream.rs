@@ -39,7 +39,7 @@ use bytes::Bytes;
 use futures_util::future::{join_all, try_join_all};
 use parking_lot::Mutex;
 use percent_encoding::percent_decode_str;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
@@ -62,8 +62,8 @@ const ANSWER: Duration = Duration::from_secs(5);
 const PUBLISHED: usize = 1000;
 /// A delay longer than this is this.
 const LONGEST_DELAY: Duration = Duration::from_secs(10 * 365 * 86_400);
-/// A pull that has brought nothing for so long has probably found nothing: that is when to ask.
-const PROBABLY_NOTHING: Duration = Duration::from_millis(2);
+/// The server says when a pull has brought all there is, but not when there is nothing: so it waits a little.
+const AT_ONCE: Duration = Duration::from_millis(5);
 
 /// Which stream, and how to work it.
 #[derive(Debug, Clone)]
@@ -187,10 +187,11 @@ struct Shared {
     client: Client,
     context: Context,
     consumer: PullConsumer,
-    inbox: String,
     warnings: Vec<String>,
     telling: Option<Telling>,
     state: Mutex<State>,
+    /// To the intake, see [`Shared::step_back`].
+    leave: mpsc::Sender<oneshot::Sender<()>>,
     /// For takes: something came, or a pull ended.
     turn: Notify,
     /// For workers: the same.
@@ -216,15 +217,16 @@ impl JetStream {
         let inbox = client.new_inbox();
         let subscriber = client.subscribe(format!("{inbox}.*")).await;
         let subscriber = subscriber.map_err(|error| unavailable("subscribing", error))?;
+        let (leave, left) = mpsc::channel(1);
         let shared = Arc::new(Shared {
             options,
             client,
             context,
             consumer,
-            inbox,
             warnings,
             telling: monitor.map(Telling::to),
-            state: Mutex::new(State::new()),
+            state: Mutex::new(State::new(inbox)),
+            leave,
             turn: Notify::new(),
             more: Notify::new(),
             look: Notify::new(),
@@ -240,7 +242,7 @@ impl JetStream {
                     }
                 };
                 tokio::select! {
-                    () = intake::run(Arc::clone(&shared), subscriber, stop) => {}
+                    () = intake::run(&shared, subscriber, left, stop) => {}
                     () = reconnected => {}
                 }
             }
@@ -348,11 +350,9 @@ impl Jobs for JetStream {
         if self.stop.is_cancelled() || wanted.room == 0 {
             return Ok(Taken { jobs: Vec::new(), rest: Some(shared.options.fetch_timeout) });
         }
-        if let Some(number) = shared.pull(wanted).await? {
-            shared.pulled(number, wanted).await?;
-            // It found less than there is room for: the next waits for something to come.
-            shared.pull(wanted).await?;
-        }
+        shared.look(wanted).await?;
+        // There was less than there is room for: the next waits for something to come.
+        shared.pull(wanted, shared.options.fetch_timeout).await?;
         shared.bury_poison().await;
         // Nothing is waited for from here on: what is handed out is not lost on the way.
         Ok(shared.hand_out(wanted))
@@ -370,6 +370,9 @@ impl Jobs for JetStream {
     async fn settle(&self, ended: &[(Claim, Fate)]) -> Result<Vec<Settled>, JobsError> {
         let shared = &self.shared;
         shared.connected()?;
+        if ended.iter().any(|(_, fate)| matches!(fate, Fate::Released)) {
+            shared.step_back().await;
+        }
         let settled = join_all(ended.iter().map(|(claim, fate)| shared.settle(*claim, fate))).await;
         let settled: Vec<Settled> = settled.into_iter().collect::<Result<_, _>>()?;
         let mut state = shared.state.lock();
@@ -447,8 +450,38 @@ impl Shared {
         Ok(())
     }
 
-    /// Opens a pull if there is room for more than is ready, and none is open.
-    async fn pull(&self, wanted: &Wanted<'_>) -> Result<Option<u64>, JobsError> {
+    /// Pulls what there is.
+    async fn look(&self, wanted: &Wanted<'_>) -> Result<(), JobsError> {
+        let mut patience = AT_ONCE;
+        while patience < self.options.fetch_timeout {
+            let asked = Instant::now();
+            let Some(number) = self.pull(wanted, patience).await? else {
+                // What has come just now may be on its way through the pull that is open.
+                let turn = self.turn.notified();
+                if self.state.lock().ready.is_empty() {
+                    let _ = timeout(AT_ONCE, turn).await;
+                }
+                return Ok(());
+            };
+            self.pulled(number).await;
+            if asked.elapsed() < patience {
+                return Ok(());
+            }
+            // It has expired: there is nothing, or the server was too slow to find it.
+            let info = self.consumer.get_info().await;
+            let info = info.map_err(|error| unavailable("asking for the consumer", error))?;
+            let most = usize::try_from(info.config.max_ack_pending).unwrap_or(usize::MAX);
+            if info.num_pending == 0 || info.num_ack_pending >= most {
+                return Ok(());
+            }
+            patience *= 4;
+        }
+        Ok(())
+    }
+
+    /// Opens a pull for what there is and what comes before it expires, if there is room for more than is
+    /// ready and none is open.
+    async fn pull(&self, wanted: &Wanted<'_>, expires: Duration) -> Result<Option<u64>, JobsError> {
         let opened = {
             let mut state = self.state.lock();
             if let Some(fault) = state.fault.take() {
@@ -458,51 +491,36 @@ impl Shared {
             let most = self.options.fetch_batch.get() as usize;
             if room == 0 { None } else { state.open(room, most, pull_dies_after(&self.options)) }
         };
-        let Some((number, batch)) = opened else { return Ok(None) };
+        let Some((number, batch, inbox)) = opened else { return Ok(None) };
         let request = BatchConfig {
             batch,
             // It ends when there is no more, but waits for the first.
             no_wait: true,
-            expires: Some(self.options.fetch_timeout),
-            idle_heartbeat: idle_heartbeat(&self.options),
+            expires: Some(expires),
+            idle_heartbeat: if expires < self.options.fetch_timeout {
+                Duration::ZERO
+            } else {
+                idle_heartbeat(&self.options)
+            },
             ..BatchConfig::default()
         };
-        let asked = self.consumer.request_batch(request, format!("{}.{number}", self.inbox).into());
-        asked.await.map_err(|error| {
+        self.consumer.request_batch(request, inbox.into()).await.map_err(|error| {
             self.state.lock().pull = None;
             unavailable("pulling", error)
         })?;
         Ok(Some(number))
     }
 
-    /// Returns when a pull has brought all that there was.
-    async fn pulled(&self, number: u64, wanted: &Wanted<'_>) -> Result<(), JobsError> {
-        let until = Instant::now() + self.options.fetch_timeout;
-        let mut patience = PROBABLY_NOTHING;
-        while Instant::now() < until {
+    /// Returns when a pull has ended. One that gives no sign is given up in time.
+    async fn pulled(&self, number: u64) {
+        loop {
+            // From here on it is not missed.
             let turn = self.turn.notified();
-            tokio::pin!(turn);
-            turn.as_mut().enable();
-            {
-                let state = self.state.lock();
-                let open = state.pull.as_ref().is_some_and(|pull| pull.number == number);
-                if !open || state.ready_cost(wanted.capacity) >= wanted.room {
-                    return Ok(());
-                }
+            if self.state.lock().pull.as_ref().is_none_or(|pull| pull.number != number) {
+                return;
             }
-            if timeout(patience, turn).await.is_ok() {
-                continue;
-            }
-            // The server says nothing when it has nothing, nor when it may not deliver more.
-            let info = self.consumer.get_info().await;
-            let info = info.map_err(|error| unavailable("asking for the consumer", error))?;
-            let most = usize::try_from(info.config.max_ack_pending).unwrap_or(usize::MAX);
-            if info.num_pending == 0 || info.num_ack_pending >= most {
-                return Ok(());
-            }
-            patience *= 2;
+            turn.await;
         }
-        Ok(())
     }
 
     fn hand_out(&self, wanted: &Wanted<'_>) -> Taken {
@@ -529,6 +547,15 @@ impl Shared {
         }
         let nothing_more = state.ready.is_empty() && state.pull.is_some();
         Taken { jobs, rest: nothing_more.then_some(self.options.fetch_timeout) }
+    }
+
+    /// Ends the pull that is open and gives back what it brought. A worker that releases a job is about to
+    /// stop: the job should not come back to it.
+    async fn step_back(&self) {
+        let (done, is_done) = oneshot::channel();
+        if self.leave.send(done).await.is_ok() {
+            let _ = timeout(ANSWER, is_done).await;
+        }
     }
 
     /// Has the server confirm an acknowledgement of some kind.

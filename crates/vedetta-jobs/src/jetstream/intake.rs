@@ -18,7 +18,8 @@ use std::time::{Duration, SystemTime};
 use async_nats::jetstream::AckKind;
 use async_nats::{Message, StatusCode, Subscriber};
 use futures_util::StreamExt as _;
-use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 use vedetta_core::queue::Settled;
 
@@ -29,10 +30,15 @@ use crate::job::Claim;
 /// Of so many jobs at most it is known which deliveries were no attempts.
 const FORGIVEN: usize = 1 << 16;
 
+/// How long the last messages of an inbox may take.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
 /// All that changes.
 #[derive(Debug)]
 pub(super) struct State {
     pub pull: Option<Pull>,
+    /// Where pulls are answered, each under its number.
+    inbox: String,
     /// How many there were.
     pulls: u64,
     /// Why the last one ended, if it should not have.
@@ -87,9 +93,10 @@ pub(super) struct Story {
 }
 
 impl State {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(inbox: String) -> Self {
         Self {
             pull: None,
+            inbox,
             pulls: 0,
             fault: None,
             ready: VecDeque::new(),
@@ -119,8 +126,14 @@ impl State {
         self.forgiven.remove(&sequence);
     }
 
-    /// Opens a pull for as much as there is room for, unless one is open; its number and size.
-    pub(super) fn open(&mut self, room: u32, most: usize, silence: Duration) -> Option<(u64, usize)> {
+    /// Opens a pull for as much as there is room for, unless one is open: its number, its size, and where it
+    /// is answered.
+    pub(super) fn open(
+        &mut self,
+        room: u32,
+        most: usize,
+        silence: Duration,
+    ) -> Option<(u64, usize, String)> {
         if self.pull.is_some() {
             return None;
         }
@@ -133,7 +146,7 @@ impl State {
         self.pulls += 1;
         let number = self.pulls;
         self.pull = Some(Pull { number, missing, dead_at: Instant::now() + silence });
-        Some((number, missing))
+        Some((number, missing, format!("{}.{number}", self.inbox)))
     }
 
     /// The next message to hand out; those that are no jobs, or were begun too often, wait to be buried.
@@ -235,7 +248,12 @@ impl State {
 }
 
 /// Takes in what comes, until told to stop; then gives back what is ready.
-pub(super) async fn run(shared: Arc<Shared>, mut inbox: Subscriber, stop: CancellationToken) {
+pub(super) async fn run(
+    shared: &Shared,
+    mut inbox: Subscriber,
+    mut left: mpsc::Receiver<oneshot::Sender<()>>,
+    stop: CancellationToken,
+) {
     // So what is not taken in time is noticed within a heartbeat.
     let patience = shared.options.heartbeat * 3 / 4;
     let mut ticks = interval((shared.options.heartbeat / 4).min(Duration::from_millis(250)));
@@ -247,6 +265,13 @@ pub(super) async fn run(shared: Arc<Shared>, mut inbox: Subscriber, stop: Cancel
                 Some(message) => shared.take_in(message),
                 None => break,
             },
+            Some(done) = left.recv() => {
+                let name = shared.client.new_inbox();
+                let Ok(next) = shared.client.subscribe(format!("{name}.*")).await else { continue };
+                shared.leave(std::mem::replace(&mut inbox, next), name).await;
+                // If nobody waits for it any more, it is done all the same.
+                let _ = done.send(());
+            }
             _ = ticks.tick() => {
                 shared.bury_dead_pull();
                 let overdue = {
@@ -258,9 +283,7 @@ pub(super) async fn run(shared: Arc<Shared>, mut inbox: Subscriber, stop: Cancel
             }
         }
     }
-    let left = shared.state.lock().overdue(Duration::ZERO);
-    shared.give_back(&left).await;
-    let _ = shared.client.flush().await;
+    shared.leave(inbox, String::new()).await;
 }
 
 impl Shared {
@@ -317,6 +340,22 @@ impl Shared {
         self.state.lock().pull = None;
         self.turn.notify_waiters();
         self.more.notify_one();
+    }
+
+    /// Has nothing more come to an inbox, and gives back what did.
+    async fn leave(&self, mut inbox: Subscriber, next: String) {
+        {
+            let mut state = self.state.lock();
+            (state.pull, state.inbox) = (None, next);
+        }
+        if inbox.drain().await.is_ok() {
+            while let Ok(Some(message)) = timeout(LAST_WORDS, inbox.next()).await {
+                self.take_in(message);
+            }
+        }
+        let left = self.state.lock().overdue(Duration::ZERO);
+        self.give_back(&left).await;
+        let _ = timeout(LAST_WORDS, self.client.flush()).await;
     }
 
     async fn give_back(&self, letters: &[Arc<Letter>]) {
