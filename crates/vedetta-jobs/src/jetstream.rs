@@ -65,6 +65,9 @@ const LONGEST_DELAY: Duration = Duration::from_secs(10 * 365 * 86_400);
 /// The server says when a pull has brought all there is, but not when there is nothing: so it waits a little.
 const AT_ONCE: Duration = Duration::from_millis(5);
 
+/// Messages pulled at once, unless said otherwise.
+const FIVE: NonZeroU32 = NonZeroU32::MIN.saturating_add(4);
+
 /// Which stream, and how to work it.
 #[derive(Debug, Clone)]
 pub struct Options {
@@ -104,7 +107,7 @@ impl Options {
             durable: durable.into(),
             ack_wait: Duration::from_secs(300),
             heartbeat: Duration::from_secs(30),
-            fetch_batch: NonZeroU32::new(5).expect("five is not zero"),
+            fetch_batch: FIVE,
             fetch_timeout: Duration::from_secs(2),
             max_ack_pending: capacity,
             default_kind: None,
@@ -135,7 +138,9 @@ impl Options {
         ] {
             let fits = |c: char| c.is_ascii_alphanumeric() || "_-".contains(c);
             if name.is_empty() || name.len() > 128 || !name.chars().all(fits) {
-                return refuse(format!("the {what} {name:?} is no name: give letters, digits, _ or -"));
+                return refuse(format!(
+                    "the {what} {name:?} is no name: give letters, digits, _ or -"
+                ));
             }
         }
         if self.stream == self.dead_stream {
@@ -300,7 +305,9 @@ async fn connect(url: &str, connected: &Arc<Notify>) -> Result<Client, JobsError
     let options = options.event_callback(move |event| {
         match event {
             Event::Connected => connected.notify_one(),
-            Event::Disconnected => tracing::warn!("the connection to NATS is lost; connecting again"),
+            Event::Disconnected => {
+                tracing::warn!("the connection to NATS is lost; connecting again");
+            }
             event => tracing::debug!("NATS: {event}"),
         }
         async {}
@@ -321,7 +328,8 @@ impl Jobs for JetStream {
             let mut acks = Vec::with_capacity(jobs.len());
             for job in jobs {
                 let message = letter::write(job, &shared.options.stream);
-                let sent = shared.context.send_publish(shared.options.subject.clone(), message).await;
+                let sent =
+                    shared.context.send_publish(shared.options.subject.clone(), message).await;
                 acks.push(async { sent.map_err(unpublished)?.await.map_err(unpublished) });
             }
             for (ack, job) in try_join_all(acks).await?.into_iter().zip(jobs) {
@@ -637,7 +645,9 @@ impl Shared {
         let mut state = self.state.lock();
         match fate {
             Fate::Snooze(_) | Fate::Released => state.forgive(letter.sequence),
-            _ if matches!(settled, Settled::Gone | Settled::Parked) => state.is_over(letter.sequence),
+            _ if matches!(settled, Settled::Gone | Settled::Parked) => {
+                state.is_over(letter.sequence);
+            }
             _ => {}
         }
         if let Some(held) = state.held(claim) {
@@ -681,8 +691,13 @@ impl Shared {
         let attempts = state.attempt(letter).saturating_sub(1);
         state.is_over(letter.sequence);
         drop(state);
-        let story =
-            Story { worker: None, started_at: None, progress: 0.0, message: None, log: String::new() };
+        let story = Story {
+            worker: None,
+            started_at: None,
+            progress: 0.0,
+            message: None,
+            log: String::new(),
+        };
         let mut step = Step::of(JobState::Dead, attempts, letter, &story);
         step.error = Some(why.error.to_owned());
         self.tell_of(letter, &step);
@@ -742,8 +757,13 @@ struct Step {
 impl Step {
     fn queued() -> Self {
         let now = SystemTime::now();
-        let story =
-            Story { worker: None, started_at: None, progress: 0.0, message: None, log: String::new() };
+        let story = Story {
+            worker: None,
+            started_at: None,
+            progress: 0.0,
+            message: None,
+            log: String::new(),
+        };
         Self {
             status: JobState::Waiting,
             attempts: 0,

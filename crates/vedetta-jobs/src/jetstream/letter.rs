@@ -62,7 +62,11 @@ impl Asked {
             cost: number(COST, header(COST))?.unwrap_or(1),
             max_attempts: number(MAX_ATTEMPTS, header(MAX_ATTEMPTS))?.unwrap_or(5),
             timeout,
-            tags: tags.by_ref().map(|tag| tag.trim().to_owned()).filter(|t| !t.is_empty()).collect(),
+            tags: tags
+                .by_ref()
+                .map(|tag| tag.trim().to_owned())
+                .filter(|t| !t.is_empty())
+                .collect(),
         })
     }
 }
@@ -141,7 +145,12 @@ impl Letter {
 
     /// The same message, for the dead letters, with all that it had and why it is there. Published again
     /// under its old subject it is the job that it was.
-    pub(super) fn dead(&self, why: &Death<'_>, options: &Options, largest: usize) -> PublishMessage {
+    pub(super) fn dead(
+        &self,
+        why: &Death<'_>,
+        options: &Options,
+        largest: usize,
+    ) -> PublishMessage {
         let mut headers = HeaderMap::new();
         for (name, values) in self.message.headers.iter().flat_map(HeaderMap::iter) {
             // Those are orders to the server, for the stream it was in.

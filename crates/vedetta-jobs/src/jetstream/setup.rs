@@ -161,11 +161,16 @@ fn risks(config: &Config) -> Vec<String> {
     ];
     for (name, limit) in limits {
         if limit > 0 && config.discard == DiscardPolicy::Old {
-            risk(format!("has a {name} of {limit} and discards the oldest: jobs that wait may be removed"));
+            risk(format!(
+                "has a {name} of {limit} and discards the oldest: jobs that wait may be removed"
+            ));
         }
     }
     if config.retention == RetentionPolicy::Interest {
-        risk("keeps only what somebody is interested in: jobs are lost if its consumer is removed".into());
+        risk(
+            "keeps only what somebody is interested in: jobs are lost if its consumer is removed"
+                .into(),
+        );
     }
     risks
 }
