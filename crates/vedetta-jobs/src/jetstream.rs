@@ -62,7 +62,8 @@ const ANSWER: Duration = Duration::from_secs(5);
 const PUBLISHED: usize = 1000;
 /// A delay longer than this is this.
 const LONGEST_DELAY: Duration = Duration::from_secs(10 * 365 * 86_400);
-/// The server says when a pull has brought all there is, but not when there is nothing: so it waits a little.
+/// The server says when a pull has brought all there is, but not when there is nothing, nor when it may not
+/// deliver more: after so long without a word it is asked.
 const AT_ONCE: Duration = Duration::from_millis(5);
 
 /// Messages pulled at once, unless said otherwise.
@@ -360,7 +361,7 @@ impl Jobs for JetStream {
         }
         shared.look(wanted).await?;
         // There was less than there is room for: the next waits for something to come.
-        shared.pull(wanted, shared.options.fetch_timeout).await?;
+        shared.pull(wanted).await?;
         shared.bury_poison().await;
         // Nothing is waited for from here on: what is handed out is not lost on the way.
         Ok(shared.hand_out(wanted))
@@ -460,36 +461,43 @@ impl Shared {
 
     /// Pulls what there is.
     async fn look(&self, wanted: &Wanted<'_>) -> Result<(), JobsError> {
+        let Some(number) = self.pull(wanted).await? else {
+            // What has come just now may be on its way through the pull that is open.
+            let turn = self.turn.notified();
+            if self.state.lock().ready.is_empty() {
+                let _ = timeout(AT_ONCE, turn).await;
+            }
+            return Ok(());
+        };
         let mut patience = AT_ONCE;
         while patience < self.options.fetch_timeout {
-            let asked = Instant::now();
-            let Some(number) = self.pull(wanted, patience).await? else {
-                // What has come just now may be on its way through the pull that is open.
-                let turn = self.turn.notified();
-                if self.state.lock().ready.is_empty() {
-                    let _ = timeout(AT_ONCE, turn).await;
-                }
-                return Ok(());
-            };
-            self.pulled(number).await;
-            if asked.elapsed() < patience {
+            // From here on it is not missed.
+            let turn = self.turn.notified();
+            if self.state.lock().pull.as_ref().is_none_or(|pull| pull.number != number) {
                 return Ok(());
             }
-            // It has expired: there is nothing, or the server was too slow to find it.
+            if timeout(patience, turn).await.is_ok() {
+                continue;
+            }
+            let turn = self.turn.notified();
             let info = self.consumer.get_info().await;
             let info = info.map_err(|error| unavailable("asking for the consumer", error))?;
             let most = usize::try_from(info.config.max_ack_pending).unwrap_or(usize::MAX);
-            if info.num_pending == 0 || info.num_ack_pending >= most {
+            if info.num_pending > 0 && info.num_ack_pending < most {
+                patience *= 2;
+                continue;
+            }
+            // There is nothing, unless it is on its way.
+            if timeout(AT_ONCE, turn).await.is_err() {
                 return Ok(());
             }
-            patience *= 4;
         }
         Ok(())
     }
 
-    /// Opens a pull for what there is and what comes before it expires, if there is room for more than is
-    /// ready and none is open.
-    async fn pull(&self, wanted: &Wanted<'_>, expires: Duration) -> Result<Option<u64>, JobsError> {
+    /// Opens a pull for what there is, or else for what comes first, if there is room for more than is ready
+    /// and none is open.
+    async fn pull(&self, wanted: &Wanted<'_>) -> Result<Option<u64>, JobsError> {
         let opened = {
             let mut state = self.state.lock();
             if let Some(fault) = state.fault.take() {
@@ -504,12 +512,8 @@ impl Shared {
             batch,
             // It ends when there is no more, but waits for the first.
             no_wait: true,
-            expires: Some(expires),
-            idle_heartbeat: if expires < self.options.fetch_timeout {
-                Duration::ZERO
-            } else {
-                idle_heartbeat(&self.options)
-            },
+            expires: Some(self.options.fetch_timeout),
+            idle_heartbeat: idle_heartbeat(&self.options),
             ..BatchConfig::default()
         };
         self.consumer.request_batch(request, inbox.into()).await.map_err(|error| {
@@ -517,18 +521,6 @@ impl Shared {
             unavailable("pulling", error)
         })?;
         Ok(Some(number))
-    }
-
-    /// Returns when a pull has ended. One that gives no sign is given up in time.
-    async fn pulled(&self, number: u64) {
-        loop {
-            // From here on it is not missed.
-            let turn = self.turn.notified();
-            if self.state.lock().pull.as_ref().is_none_or(|pull| pull.number != number) {
-                return;
-            }
-            turn.await;
-        }
     }
 
     fn hand_out(&self, wanted: &Wanted<'_>) -> Taken {

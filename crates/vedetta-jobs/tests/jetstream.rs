@@ -49,6 +49,11 @@ fn quick() -> Options {
     }
 }
 
+/// The same, with time for a slow machine to keep what runs.
+fn steady() -> Options {
+    Options { ack_wait: Duration::from_secs(2), ..quick() }
+}
+
 /// A consumer that waits long.
 fn patient() -> Options {
     let (ack_wait, heartbeat) = (HOUR * 2, Duration::from_secs(60));
@@ -642,7 +647,8 @@ impl Queue for Worked {
     type Outcome = ();
 
     async fn take(&self, room: u32) -> Result<Took<Claim, Given>, QueueError> {
-        let taken = self.0.take(&Wanted { capacity: 14, ..wanted(room) }).await;
+        let wanted = Wanted { capacity: 14, lease: steady().lease(), ..wanted(room) };
+        let taken = self.0.take(&wanted).await;
         let taken = taken.map_err(|error| QueueError::new("taking", Some(error.into())))?;
         let hand = |given: Given| Handed { claim: given.claim, cost: given.cost, item: given };
         Ok(Took { items: taken.jobs.into_iter().map(hand).collect(), rest: taken.rest })
@@ -691,18 +697,18 @@ impl Handler<Given> for Slow {
 
 fn puller(capacity: u32) -> Puller {
     let limits = Limits { capacity: some(capacity), timeout: None };
-    Puller { limits, lease: Duration::from_millis(700), poll: Duration::from_secs(5) }
+    Puller { limits, lease: steady().lease(), poll: Duration::from_secs(5) }
 }
 
 #[tokio::test]
 async fn a_job_that_runs_for_many_ack_waits_is_delivered_once_and_again_when_its_worker_dies() {
     let server = Server::start().await;
     let context = stranger(&server).await;
-    let jobs = Worked(Arc::new(open(&server, quick()).await));
+    let jobs = Worked(Arc::new(open(&server, steady()).await));
     let begun = Arc::new(AtomicU32::new(0));
     jobs.0.enqueue(&[NewJob::new("film")]).await.unwrap();
     let slow = |time| Slow { time, begun: Arc::clone(&begun) };
-    let worker = puller(2).start(jobs.clone(), slow(Duration::from_secs(5)));
+    let worker = puller(2).start(jobs.clone(), slow(Duration::from_secs(7)));
     eventually("it is done", async || worker.status().flow.done == 1).await;
     assert_eq!(begun.load(Ordering::Relaxed), 1, "it was delivered again while it ran");
     assert_eq!(consumer(&context).await.delivered.consumer_sequence, 1);
@@ -710,7 +716,7 @@ async fn a_job_that_runs_for_many_ack_waits_is_delivered_once_and_again_when_its
     jobs.0.enqueue(&[NewJob::new("film")]).await.unwrap();
     eventually("it runs", async || begun.load(Ordering::Relaxed) == 2).await;
     drop((worker, jobs));
-    let other = Worked(Arc::new(open(&server, quick()).await));
+    let other = Worked(Arc::new(open(&server, steady()).await));
     let other = puller(2).start(other, slow(Duration::ZERO));
     eventually("another does it", async || other.status().flow.done == 1).await;
     assert_eq!(count(&context, STREAM).await, 0);
@@ -720,9 +726,9 @@ async fn a_job_that_runs_for_many_ack_waits_is_delivered_once_and_again_when_its
 async fn nothing_is_delivered_again_while_work_waits_for_slots() {
     let server = Server::start().await;
     let context = stranger(&server).await;
-    let jobs = Worked(Arc::new(open(&server, quick()).await));
+    let jobs = Worked(Arc::new(open(&server, steady()).await));
     jobs.0.enqueue(&vec![NewJob::new("film"); 8]).await.unwrap();
-    let slow = Slow { time: Duration::from_millis(1500), begun: Arc::default() };
+    let slow = Slow { time: Duration::from_millis(2500), begun: Arc::default() };
     let worker = puller(2).start(jobs, slow);
     eventually("all are done", async || worker.status().flow.done == 8).await;
     assert_eq!(consumer(&context).await.delivered.consumer_sequence, 8);
@@ -757,7 +763,7 @@ impl Handler<Given> for Seeing {
 async fn nothing_that_was_acknowledged_is_lost_when_the_server_is_killed() {
     let mut server = Server::start().await;
     let seen: Arc<Mutex<HashSet<JobId>>> = Arc::default();
-    let jobs = Worked(Arc::new(open(&server, quick()).await));
+    let jobs = Worked(Arc::new(open(&server, steady()).await));
     let worker = puller(14).start(jobs.clone(), Seeing(Arc::clone(&seen)));
     let mut clients = JoinSet::new();
     for _ in 0..4 {
