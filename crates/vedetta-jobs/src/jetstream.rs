@@ -41,7 +41,7 @@ use parking_lot::Mutex;
 use percent_encoding::percent_decode_str;
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use vedetta_core::JobState;
 use vedetta_core::queue::{Kept, Settled, Woken};
@@ -80,9 +80,10 @@ pub struct Options {
     pub subject: String,
     /// The consumer that all workers share; made if there is none.
     pub durable: String,
-    /// After so long without a sign of its worker a job is delivered again.
+    /// After so long without a sign of its worker a job is delivered again: the lease of its workers.
     pub ack_wait: Duration,
-    /// How often a worker gives that sign. At most a third of `ack_wait`, so that a lost one does no harm.
+    /// How often a worker gives that sign, which is to be told the worker, too. At most a third of
+    /// `ack_wait`, so that a lost one does no harm.
     pub heartbeat: Duration,
     /// Messages pulled at once, at most.
     pub fetch_batch: NonZeroU32,
@@ -114,12 +115,6 @@ impl Options {
             default_kind: None,
             dead_stream: format!("{stream}_DEAD"),
         }
-    }
-
-    /// How long a lease of a worker lasts, at most. A message may have waited for one heartbeat before it
-    /// is taken, so it is shorter than `ack_wait` by that.
-    pub fn lease(&self) -> Duration {
-        self.ack_wait.saturating_sub(self.heartbeat)
     }
 
     /// Where dead letters go.
@@ -349,20 +344,21 @@ impl Jobs for JetStream {
         if wanted.queue != shared.options.queue {
             return Err(shared.other_queue(wanted.queue));
         }
-        if wanted.lease > shared.options.lease() {
+        if wanted.lease > shared.options.ack_wait {
+            let (asked, most) = (wanted.lease, shared.options.ack_wait);
             return Err(JobsError::Invalid(format!(
-                "a lease of {:?} is longer than {:?}, the ack wait of the consumer less one heartbeat",
-                wanted.lease,
-                shared.options.lease()
+                "a lease of {asked:?} is longer than the consumer's ack wait of {most:?}"
             )));
         }
         if self.stop.is_cancelled() || wanted.room == 0 {
             return Ok(Taken { jobs: Vec::new(), rest: Some(shared.options.fetch_timeout) });
         }
+        let asked = Instant::now();
         shared.look(wanted).await?;
         // There was less than there is room for: the next waits for something to come.
         shared.pull(wanted).await?;
         shared.bury_poison().await;
+        shared.touch(asked).await?;
         // Nothing is waited for from here on: what is handed out is not lost on the way.
         Ok(shared.hand_out(wanted))
     }
@@ -370,7 +366,6 @@ impl Jobs for JetStream {
     async fn keep(&self, held: &[(Claim, Note)]) -> Result<Vec<Kept>, JobsError> {
         let shared = &self.shared;
         shared.connected()?;
-        shared.state.lock().looked_at = Instant::now();
         try_join_all(held.iter().map(|(claim, note)| shared.keep(*claim, note))).await
     }
 
@@ -394,24 +389,12 @@ impl Jobs for JetStream {
         if queue != shared.options.queue {
             return std::future::pending().await;
         }
-        // Nobody says so when a message comes and no pull is open: so take a look now and then.
-        let poll = sleep(shared.options.fetch_timeout);
-        tokio::pin!(poll);
-        loop {
-            let look_at = shared.state.lock().looked_at + shared.options.heartbeat;
-            tokio::select! {
-                biased;
-                () = shared.look.notified() => return Woken::Look,
-                () = sleep_until(look_at) => {
-                    let mut state = shared.state.lock();
-                    state.looked_at = Instant::now();
-                    if state.holds_something() {
-                        return Woken::Look;
-                    }
-                }
-                () = shared.more.notified() => return Woken::More,
-                () = &mut poll => return Woken::More,
-            }
+        tokio::select! {
+            biased;
+            () = shared.look.notified() => Woken::Look,
+            () = shared.more.notified() => Woken::More,
+            // Nobody says so when a message comes and no pull is open: so take a look now and then.
+            () = sleep(shared.options.fetch_timeout) => Woken::More,
         }
     }
 }
@@ -521,6 +504,16 @@ impl Shared {
             unavailable("pulling", error)
         })?;
         Ok(Some(number))
+    }
+
+    /// What came before it was asked for is the server's concern for less than a lease: begin that anew.
+    async fn touch(&self, asked: Instant) -> Result<(), JobsError> {
+        let early = self.state.lock().came_before(asked);
+        for reply in early {
+            let touched = self.client.publish(reply, AckKind::Progress.into()).await;
+            touched.map_err(|error| unavailable("acknowledging", error))?;
+        }
+        Ok(())
     }
 
     fn hand_out(&self, wanted: &Wanted<'_>) -> Taken {

@@ -17,18 +17,15 @@ use parking_lot::Mutex;
 use testing::nats::Server;
 use testing::soon;
 use tokio::task::JoinSet;
-use vedetta_core::queue::{
-    End, Handed, Handler, Kept, Queue, QueueError, Settled, Taken as Took, Woken,
-};
-use vedetta_core::{Failure, JobState};
+use vedetta_core::JobState;
+use vedetta_core::queue::{Kept, Settled, Woken};
 use vedetta_jobs::jetstream::{JetStream, Monitor, Options};
 use vedetta_jobs::{
-    Claim, DEFAULT_QUEUE, Enqueued, Fate, Given, Job, JobId, Jobs, JobsError, NewJob, Note, Taken,
-    Wanted, When,
+    BoxError, Claim, DEFAULT_QUEUE, Enqueued, Fate, Given, Job, JobId, Jobs, JobsError, NewJob,
+    Note, Taken, Wanted, When, Work, Worker, Working,
 };
-use vedetta_runtime::{Limits, Puller};
 
-use crate::suite::{HOUR, SHORT, World, done, eventually};
+use crate::suite::{HOUR, World, done, eventually};
 
 const STREAM: &str = "MEDIA";
 const SUBJECT: &str = "media.files";
@@ -81,7 +78,7 @@ async fn publish(context: &Context, body: &'static [u8]) {
 }
 
 fn wanted(room: u32) -> Wanted<'static> {
-    let lease = Duration::from_millis(700);
+    let lease = quick().ack_wait;
     Wanted { queue: DEFAULT_QUEUE, worker: "anna", room, capacity: 1000, lease }
 }
 
@@ -126,7 +123,7 @@ async fn dead_letter(context: &Context, number: u64) -> (BTreeMap<String, String
 /// One stream per queue, as one cannot be several.
 struct Streams {
     url: String,
-    patient: bool,
+    lease: Duration,
     open: tokio::sync::Mutex<HashMap<String, Arc<JetStream>>>,
 }
 
@@ -138,19 +135,15 @@ impl Streams {
         }
         let name =
             format!("{:x?}", queue.as_bytes()).replace(['[', ']', ' '], "").replace(',', "-");
-        let heartbeat = Duration::from_millis(150);
         let options = Options {
             queue: queue.into(),
+            ack_wait: self.lease,
+            heartbeat: self.lease / 4,
             fetch_batch: some(1000),
             dead_stream: format!("{name}_DEAD"),
             stream: name.clone(),
             subject: format!("jobs.{name}"),
-            ..patient()
-        };
-        let options = if self.patient {
-            options
-        } else {
-            Options { heartbeat, ack_wait: SHORT + heartbeat, ..options }
+            ..quick()
         };
         let stream = JetStream::open(&self.url, options, None).await.unwrap();
         Arc::clone(open.entry(queue.into()).or_insert_with(|| Arc::new(stream)))
@@ -174,8 +167,7 @@ impl Jobs for Streams {
     }
 
     async fn take(&self, wanted: &Wanted<'_>) -> Result<Taken, JobsError> {
-        let lease = if self.patient { HOUR } else { SHORT };
-        let wanted = Wanted { lease: wanted.lease.min(lease), ..*wanted };
+        let wanted = Wanted { lease: wanted.lease.min(self.lease), ..*wanted };
         self.of(wanted.queue).await.take(&wanted).await
     }
 
@@ -201,21 +193,25 @@ impl Jobs for Streams {
     }
 }
 
-/// A server with streams of long leases, or of short ones: they are the consumer's.
-struct Place<const PATIENT: bool> {
+/// A server with streams whose leases last so many milliseconds: they are the consumer's.
+struct Place<const LEASE: u64> {
     server: Arc<Server>,
     jobs: Arc<Streams>,
 }
 
-impl<const PATIENT: bool> Place<PATIENT> {
+const AN_HOUR: u64 = 3_600_000;
+const A_SECOND: u64 = 1000;
+const A_MOMENT: u64 = 400;
+
+impl<const LEASE: u64> Place<LEASE> {
     fn at(server: Arc<Server>) -> Self {
-        let jobs =
-            Streams { url: server.url(), patient: PATIENT, open: tokio::sync::Mutex::default() };
+        let lease = Duration::from_millis(LEASE);
+        let jobs = Streams { url: server.url(), lease, open: tokio::sync::Mutex::default() };
         Self { server, jobs: Arc::new(jobs) }
     }
 }
 
-impl<const PATIENT: bool> World for Place<PATIENT> {
+impl<const LEASE: u64> World for Place<LEASE> {
     type Jobs = Streams;
 
     async fn new() -> Self {
@@ -238,8 +234,9 @@ impl<const PATIENT: bool> World for Place<PATIENT> {
     }
 }
 
+// All stories for every backend but the one that needs unique keys, which streams refuse.
 mod with_long_leases {
-    stories! { crate::Place<true>;
+    stories! { crate::Place<{ crate::AN_HOUR }>;
         jobs {
             the_largest_payload_comes_out_whole
             many_are_taken_on_all_or_none
@@ -260,12 +257,30 @@ mod with_long_leases {
 }
 
 mod with_short_leases {
-    stories! { crate::Place<false>;
+    stories! { crate::Place<{ crate::A_MOMENT }>;
         jobs {
             a_kept_job_is_handed_out_to_nobody_else
             a_job_that_is_not_kept_goes_to_another_and_its_first_worker_has_lost_it
             what_is_done_or_dead_is_not_handed_out_again
             no_job_is_lost_by_a_restart
+        }
+    }
+}
+
+mod at_work {
+    stories! { crate::Place<{ crate::A_SECOND }>;
+        work {
+            fourteen_of_cost_1_run_at_once_on_14_slots
+            a_4k_job_takes_all_14_and_ten_small_ones_run_after_it
+            after_a_1080p_job_five_of_cost_4_run_three_and_then_two
+            parts_of_jobs_take_slots_each_for_itself
+            a_job_far_longer_than_its_lease_runs_once
+            what_a_worker_that_went_away_had_is_soon_anothers
+            a_worker_that_is_stopped_finishes_what_runs_and_gives_back_the_rest
+            a_paused_worker_takes_nothing_until_it_is_resumed
+            whatever_a_handler_does_is_its_jobs_alone
+            a_job_can_ask_to_be_tried_later
+            what_nobody_can_do_is_not_tried_for_ever
         }
     }
 }
@@ -538,9 +553,10 @@ async fn what_streams_cannot_do_is_refused() {
             other => panic!("{why}: {other:?}"),
         }
     }
-    for wrong in
-        [Wanted { lease: quick().ack_wait, ..wanted(1) }, Wanted { queue: "other", ..wanted(1) }]
-    {
+    for wrong in [
+        Wanted { lease: quick().ack_wait * 2, ..wanted(1) },
+        Wanted { queue: "other", ..wanted(1) },
+    ] {
         assert!(matches!(jobs.take(&wrong).await, Err(JobsError::Invalid(_))), "{wrong:?}");
     }
     assert!(take(&jobs, 10).await.is_empty(), "none of a batch was taken on");
@@ -637,88 +653,41 @@ async fn an_end_that_comes_too_late_is_refused() {
 
 // --- workers --------------------------------------------------------------------------------------
 
-/// A stream as a worker sees it.
-#[derive(Clone)]
-struct Worked(Arc<JetStream>);
-
-impl Queue for Worked {
-    type Claim = Claim;
-    type Item = Given;
-    type Outcome = ();
-
-    async fn take(&self, room: u32) -> Result<Took<Claim, Given>, QueueError> {
-        let wanted = Wanted { capacity: 14, lease: steady().lease(), ..wanted(room) };
-        let taken = self.0.take(&wanted).await;
-        let taken = taken.map_err(|error| QueueError::new("taking", Some(error.into())))?;
-        let hand = |given: Given| Handed { claim: given.claim, cost: given.cost, item: given };
-        Ok(Took { items: taken.jobs.into_iter().map(hand).collect(), rest: taken.rest })
-    }
-
-    async fn keep(&self, held: &[&Claim]) -> Result<Vec<Kept>, QueueError> {
-        let held: Vec<_> = held.iter().map(|claim| (**claim, Note::default())).collect();
-        let kept = self.0.keep(&held).await;
-        kept.map_err(|error| QueueError::new("keeping", Some(error.into())))
-    }
-
-    async fn settle(&self, ended: &[(Claim, End<()>)]) -> Result<Vec<Settled>, QueueError> {
-        let fate = |end: &End<()>| match end {
-            End::Done(()) => done(),
-            End::Failed(why) => Fate::Again { after: Duration::ZERO, error: why.to_string() },
-            End::Released => Fate::Released,
-        };
-        let ended: Vec<_> = ended.iter().map(|(claim, end)| (*claim, fate(end))).collect();
-        let settled = self.0.settle(&ended).await;
-        settled.map_err(|error| QueueError::new("settling", Some(error.into())))
-    }
-
-    async fn woken(&self) -> Woken {
-        self.0.woken(DEFAULT_QUEUE).await
-    }
-}
-
-/// Takes its time over each job.
-struct Slow {
-    time: Duration,
-    begun: Arc<AtomicU32>,
-}
-
-impl Handler<Given> for Slow {
-    type Outcome = ();
-
-    fn handle(&self, _: Given) -> impl Future<Output = Result<(), Failure>> + Send + 'static {
-        self.begun.fetch_add(1, Ordering::Relaxed);
-        let time = self.time;
+/// A worker who takes this long over each film, and counts those that were begun.
+fn worker(capacity: u32, time: Duration, begun: &Arc<AtomicU32>) -> Worker {
+    let begun = Arc::clone(begun);
+    let worker = Worker::new(DEFAULT_QUEUE).capacity(some(capacity));
+    let worker = worker.lease(steady().ack_wait).heartbeat(steady().heartbeat);
+    worker.handler("film", move |_: Work, (): ()| {
+        begun.fetch_add(1, Ordering::Relaxed);
         async move {
             tokio::time::sleep(time).await;
-            Ok(())
+            Ok::<_, BoxError>(())
         }
-    }
+    })
 }
 
-fn puller(capacity: u32) -> Puller {
-    let limits = Limits { capacity: some(capacity), timeout: None };
-    Puller { limits, lease: steady().lease(), poll: Duration::from_secs(5) }
+fn start(worker: Worker, jobs: &Arc<JetStream>) -> Working {
+    worker.start(Arc::clone(jobs) as Arc<dyn Jobs>).unwrap()
 }
 
 #[tokio::test]
 async fn a_job_that_runs_for_many_ack_waits_is_delivered_once_and_again_when_its_worker_dies() {
     let server = Server::start().await;
     let context = stranger(&server).await;
-    let jobs = Worked(Arc::new(open(&server, steady()).await));
-    let begun = Arc::new(AtomicU32::new(0));
-    jobs.0.enqueue(&[NewJob::new("film")]).await.unwrap();
-    let slow = |time| Slow { time, begun: Arc::clone(&begun) };
-    let worker = puller(2).start(jobs.clone(), slow(Duration::from_secs(7)));
-    eventually("it is done", async || worker.status().flow.done == 1).await;
+    let (jobs, begun) = (Arc::new(open(&server, steady()).await), Arc::default());
+    let first = start(worker(2, Duration::from_secs(7), &begun), &jobs);
+    jobs.enqueue(&[NewJob::new("film")]).await.unwrap();
+    eventually("it is done", async || first.status().flow.done == 1).await;
     assert_eq!(begun.load(Ordering::Relaxed), 1, "it was delivered again while it ran");
     assert_eq!(consumer(&context).await.delivered.consumer_sequence, 1);
 
-    jobs.0.enqueue(&[NewJob::new("film")]).await.unwrap();
+    jobs.enqueue(&[NewJob::new("film")]).await.unwrap();
     eventually("it runs", async || begun.load(Ordering::Relaxed) == 2).await;
-    drop((worker, jobs));
-    let other = Worked(Arc::new(open(&server, steady()).await));
-    let other = puller(2).start(other, slow(Duration::ZERO));
-    eventually("another does it", async || other.status().flow.done == 1).await;
+    drop((first, jobs));
+    let jobs = Arc::new(open(&server, steady()).await);
+    let second = start(worker(2, Duration::ZERO, &begun), &jobs);
+    eventually("another does it", async || second.status().flow.done == 1).await;
     assert_eq!(count(&context, STREAM).await, 0);
 }
 
@@ -726,52 +695,46 @@ async fn a_job_that_runs_for_many_ack_waits_is_delivered_once_and_again_when_its
 async fn nothing_is_delivered_again_while_work_waits_for_slots() {
     let server = Server::start().await;
     let context = stranger(&server).await;
-    let jobs = Worked(Arc::new(open(&server, steady()).await));
-    jobs.0.enqueue(&vec![NewJob::new("film"); 8]).await.unwrap();
-    let slow = Slow { time: Duration::from_millis(2500), begun: Arc::default() };
-    let worker = puller(2).start(jobs, slow);
-    eventually("all are done", async || worker.status().flow.done == 8).await;
+    let jobs = Arc::new(open(&server, steady()).await);
+    jobs.enqueue(&vec![NewJob::new("film"); 8]).await.unwrap();
+    let working = start(worker(2, Duration::from_millis(2500), &Arc::default()), &jobs);
+    eventually("all are done", async || working.status().flow.done == 8).await;
     assert_eq!(consumer(&context).await.delivered.consumer_sequence, 8);
 }
 
 #[tokio::test]
 async fn what_a_worker_that_stops_had_not_finished_goes_to_another_at_once() {
     let server = Server::start().await;
-    let jobs = Worked(Arc::new(open(&server, patient()).await));
-    let slow = Slow { time: HOUR, begun: Arc::default() };
-    let begun = Arc::clone(&slow.begun);
-    let worker = puller(2).start(jobs.clone(), slow);
-    jobs.0.enqueue(&vec![NewJob::new("film"); 3]).await.unwrap();
+    let (jobs, begun) = (Arc::new(open(&server, patient()).await), Arc::default());
+    let first = start(worker(2, HOUR, &begun), &jobs);
+    jobs.enqueue(&vec![NewJob::new("film"); 3]).await.unwrap();
     eventually("two run", async || begun.load(Ordering::Relaxed) == 2).await;
-    assert_eq!(worker.stop(Duration::ZERO).await, 2);
-    let other = Worked(Arc::new(open(&server, patient()).await));
-    let other = puller(3).start(other, Slow { time: Duration::ZERO, begun: Arc::default() });
-    eventually("another does them", async || other.status().flow.done == 3).await;
-}
-
-/// Remembers which jobs it was given.
-struct Seeing(Arc<Mutex<HashSet<JobId>>>);
-impl Handler<Given> for Seeing {
-    type Outcome = ();
-    fn handle(&self, job: Given) -> impl Future<Output = Result<(), Failure>> + Send + 'static {
-        self.0.lock().insert(job.claim.id);
-        async { Ok(()) }
-    }
+    assert_eq!(first.stop(Duration::ZERO).await, 2);
+    // The first still has its connection: it must not get back what it gave.
+    let others = Arc::new(open(&server, patient()).await);
+    let second = start(worker(3, Duration::ZERO, &begun), &others);
+    eventually("another does them", async || second.status().flow.done == 3).await;
 }
 
 #[tokio::test]
 async fn nothing_that_was_acknowledged_is_lost_when_the_server_is_killed() {
     let mut server = Server::start().await;
     let seen: Arc<Mutex<HashSet<JobId>>> = Arc::default();
-    let jobs = Worked(Arc::new(open(&server, steady()).await));
-    let worker = puller(14).start(jobs.clone(), Seeing(Arc::clone(&seen)));
+    let jobs = Arc::new(open(&server, steady()).await);
+    let notes = Arc::clone(&seen);
+    let working =
+        worker(14, Duration::ZERO, &Arc::default()).handler("seen", move |work: Work, (): ()| {
+            notes.lock().insert(work.id());
+            async { Ok::<_, BoxError>(()) }
+        });
+    let working = start(working, &jobs);
     let mut clients = JoinSet::new();
     for _ in 0..4 {
-        let jobs = Arc::clone(&jobs.0);
+        let jobs = Arc::clone(&jobs);
         clients.spawn(async move {
             let mut acknowledged = Vec::new();
             for _ in 0..150 {
-                match jobs.enqueue(&vec![NewJob::new("film"); 3]).await {
+                match jobs.enqueue(&vec![NewJob::new("seen"); 3]).await {
                     Ok(enqueued) => acknowledged.extend(enqueued.into_iter().map(|job| job.id)),
                     Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
                 }
@@ -794,7 +757,7 @@ async fn nothing_that_was_acknowledged_is_lost_when_the_server_is_killed() {
     .await;
     let context = stranger(&server).await;
     eventually("and gone", async || count(&context, STREAM).await == 0).await;
-    assert_eq!(worker.stop(Duration::from_secs(5)).await, 0);
+    assert_eq!(working.stop(Duration::from_secs(5)).await, 0);
 }
 
 #[tokio::test]

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use async_nats::jetstream::AckKind;
-use async_nats::{Message, StatusCode, Subscriber};
+use async_nats::{Message, StatusCode, Subject, Subscriber};
 use futures_util::StreamExt as _;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
@@ -51,8 +51,6 @@ pub(super) struct State {
     forgiven: BTreeMap<u64, u32>,
     /// What the last few messages cost.
     cost: f64,
-    /// When somebody was last told to keep what is held.
-    pub looked_at: Instant,
 }
 
 #[derive(Debug)]
@@ -103,7 +101,6 @@ impl State {
             held: HashMap::new(),
             forgiven: BTreeMap::new(),
             cost: 1.0,
-            looked_at: Instant::now(),
         }
     }
 
@@ -215,8 +212,10 @@ impl State {
         self.held.retain(|_, held| now < held.until);
     }
 
-    pub(super) fn holds_something(&self) -> bool {
-        !self.held.is_empty()
+    /// Where to acknowledge what is ready since before then.
+    pub(super) fn came_before(&self, then: Instant) -> Vec<Subject> {
+        let early = self.ready.iter().filter(|ready| ready.at < then);
+        early.map(|ready| ready.letter.reply.clone()).collect()
     }
 
     /// Takes in a message. Whether an older delivery of it was held here, which is lost now.
