@@ -15,6 +15,7 @@
 
 mod bells;
 mod declared;
+pub mod jetstream;
 mod job;
 mod kinds;
 mod periodic;
