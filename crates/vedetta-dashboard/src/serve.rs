@@ -21,6 +21,7 @@ pub async fn serve(listener: TcpListener, api: Api, stop: CancellationToken) {
         store: api.store,
         watchers: Arc::new(api.watchers),
         stages: api.stages,
+        jobs: api.jobs,
         ending: api.ending,
         limits: Arc::clone(&limits),
         stop: stop.clone(),

@@ -237,6 +237,7 @@ mod tests {
                 store: store.clone(),
                 watchers: Arc::default(),
                 stages: None,
+                jobs: None,
                 ending: CancellationToken::new(),
                 limits: Arc::new(Limits::default()),
                 stop: CancellationToken::new(),

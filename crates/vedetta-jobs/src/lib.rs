@@ -16,7 +16,9 @@
 mod bells;
 mod job;
 mod port;
+pub mod remote;
 pub mod sqlite;
+pub mod wire;
 
 pub use job::{
     Change, Claim, DEFAULT_QUEUE, Enqueued, Fate, Filter, Given, HIGHEST_PRIORITY, Job, JobId,

@@ -1,0 +1,3 @@
+pub(crate) async fn document() -> &'static str {
+    ""
+}
