@@ -20,9 +20,9 @@ use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep, sleep_until};
 use vedetta_core::queue::Woken;
 use vedetta_jobs::wire::{
-    GivenJob, LEASE, LEASES, LONGEST_WAIT, MOST_TAKEN, QueueMode, Queues, Take, Taken,
+    GivenJob, LEASES, LONGEST_WAIT, MOST_TAKEN, QueueMode, Queues, Take, Taken,
 };
-use vedetta_jobs::{Fate, JobsError, Ledger, Mode, Wanted, check_name};
+use vedetta_jobs::{Fate, JobsError, LEASE, Ledger, Mode, Wanted, check_name};
 
 use crate::api::Context;
 use crate::error::ApiError;

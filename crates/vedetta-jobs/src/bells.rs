@@ -1,6 +1,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use futures_util::poll;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 use vedetta_core::queue::Woken;
@@ -16,16 +17,15 @@ struct Bell {
 }
 
 impl Bell {
+    /// Wakes all that wait: any of them may have room, or be whom it is about. Also the next to wait, who may
+    /// have been between two calls.
     fn ring(&self, what: Woken) {
-        match what {
-            // Who wakes takes what there is.
-            Woken::More => self.more.notify_one(),
-            // It may be about any of them: all that wait, or else the next.
-            Woken::Look => {
-                self.look.notify_waiters();
-                self.look.notify_one();
-            }
-        }
+        let bell = match what {
+            Woken::More => &self.more,
+            Woken::Look => &self.look,
+        };
+        bell.notify_waiters();
+        bell.notify_one();
     }
 }
 
@@ -45,10 +45,17 @@ impl Bells {
     /// Until it is rung; also if that was before.
     pub(crate) async fn rung(&self, queue: &str) -> Woken {
         let bell = self.of(queue);
+        let mut more = std::pin::pin!(bell.more.notified());
         tokio::select! {
             biased;
-            () = bell.look.notified() => Woken::Look,
-            () = bell.more.notified() => Woken::More,
+            () = bell.look.notified() => {
+                // Both at once: the other is for the next call.
+                if poll!(more).is_ready() {
+                    bell.more.notify_one();
+                }
+                Woken::Look
+            }
+            () = &mut more => Woken::More,
         }
     }
 }

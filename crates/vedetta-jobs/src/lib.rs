@@ -15,14 +15,18 @@
 
 mod bells;
 mod job;
+mod periodic;
 mod port;
 pub mod remote;
 pub mod sqlite;
 pub mod wire;
+mod worker;
 
 pub use job::{
     Change, Claim, DEFAULT_QUEUE, Enqueued, Fate, Filter, Given, HIGHEST_PRIORITY, Job, JobId,
     JobsError, Json, LARGEST, LOG_TAIL, LONGEST_KEY, LONGEST_NAME, LONGEST_TEXT, MOST_TAGS, Mode,
     NewJob, Note, PRIORITY_STEP, Page, QueueCounts, When, check_name, status,
 };
+pub use periodic::{Every, Housekeeping, Periodic, Retention};
 pub use port::{Jobs, Ledger, Taken, Wanted};
+pub use worker::{BACKOFF, BoxError, LEASE, Outcome, Work, Worker, Working};

@@ -12,17 +12,16 @@ use std::time::Duration;
 use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
 use serde::de::{Error as _, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use vedetta_core::JobState;
 use vedetta_core::queue::Settled;
-use vedetta_core::{Backoff, JobState};
 
 use crate::job::{
-    Claim, Enqueued, Fate, Filter, Given, Job, JobId, JobsError, Json, LONGEST_TEXT, Mode, NewJob,
+    Claim, Enqueued, Fate, Filter, Given, Job, JobId, JobsError, Json, LARGEST, LONGEST_TEXT, Mode, NewJob,
     Note, QueueCounts, shortened, status, tail,
 };
+use crate::worker::BACKOFF;
 
-/// How long a lease lasts if nobody says.
-pub const LEASE: Duration = Duration::from_secs(30);
-/// And if somebody does.
+/// How long a lease lasts.
 pub const LEASES: RangeInclusive<Duration> = Duration::from_millis(100)..=Duration::from_secs(3600);
 /// The longest that a take waits for a job.
 pub const LONGEST_WAIT: Duration = Duration::from_secs(60);
@@ -32,10 +31,6 @@ pub const MOST_TAKEN: u32 = 256;
 pub const MOST_AT_ONCE: usize = 1000;
 /// The most bytes of them.
 pub const LARGEST_BODY: usize = 8 << 20;
-
-/// The waits between the attempts of a job whose worker leaves that to the server.
-const RETRY: Backoff =
-    Backoff { first: Duration::from_secs(1), most: Duration::from_secs(600), jitter: 0.2 };
 
 /// One, or several: what is answered has the same shape.
 #[derive(Debug, Clone, Serialize)]
@@ -507,7 +502,7 @@ impl Verdict {
             Self::Clear(fate) => fate,
             Self::Failed { error, .. } if attempts >= most => Fate::Dead { error },
             Self::Failed { error, after } => {
-                let backoff = || RETRY.delay(attempts.saturating_sub(1), chance);
+                let backoff = || BACKOFF.delay(attempts.saturating_sub(1), chance);
                 Fate::Again { after: after.unwrap_or_else(backoff), error }
             }
         }
@@ -532,8 +527,14 @@ impl Settle {
     pub fn verdict(self) -> Result<Verdict, JobsError> {
         let refuse = |what: &str| Err(JobsError::Invalid(what.into()));
         let after = self.delay_ms.map(Duration::from_millis);
-        if self.result.is_some() && self.outcome != Outcome::Done {
-            return refuse("a result is for a job that is done");
+        match &self.result {
+            Some(_) if self.outcome != Outcome::Done => {
+                return refuse("a result is for a job that is done");
+            }
+            Some(result) if result.get().len() > LARGEST => {
+                return refuse("the result has more than 1 MiB");
+            }
+            _ => {}
         }
         if self.error.is_some()
             && !matches!(self.outcome, Outcome::Failed | Outcome::Again | Outcome::Dead)

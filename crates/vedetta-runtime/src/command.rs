@@ -1,28 +1,35 @@
 //! Runs a command once, and leaves nothing of it behind when it is ended from outside.
 //!
 //! ```text
-//! input ──stdin──► ┌─────────────────────────┐ ──exit code 0──► done
-//!                  │ a process group its own │
+//! input ──stdin──► ┌─────────────────────────┐ ──stdout, stderr──► progress, a result, lines of log
+//!                  │ a process group its own │ ──exit code 0──► done
 //!                  └─────────────────────────┘ ──anything else──► the end of stderr, as the error
-//!                     ▲ SIGKILL to all of it: time is up, or the run was dropped
+//!                     ▲ SIGKILL to all of it: time is up, the run was dropped, or this process ended
 //! ```
 //!
-//! What a command that ended by itself leaves in the background goes on. Neither the arguments nor the
-//! input nor the output are ever logged here: they may hold secrets.
+//! What a command that ended by itself leaves in the background goes on as long as this process does; on
+//! Linux a guard ends it then, together with all that runs, whatever group or session it is in. Elsewhere,
+//! what runs when this process is killed goes on. Neither the arguments nor the input nor the output are
+//! ever logged here: they may hold secrets.
+
+mod guard;
+mod output;
 
 use std::ffi::{OsStr, OsString};
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process_group};
-use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _};
+use serde_json::value::RawValue;
+use tokio::io::AsyncWriteExt as _;
 use tokio::process::Child;
 use tokio::time::timeout;
 
-/// Bytes of stderr that are kept: the last ones, where the reason is.
-const KEPT: usize = 8 << 10;
-/// What a command wrote before its end is there at once; what it left in the background may hold stderr
-/// open for ever.
+pub use output::Watch;
+use output::{Stderr, Stdout};
+
+/// What a command wrote before its end is there at once; what it left in the background may hold its
+/// output open for ever.
 const REST: Duration = Duration::from_millis(100);
 
 /// A command that may be run.
@@ -38,6 +45,9 @@ pub struct Command {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CommandError {
+    /// It was not started: nothing would end it if this process were killed.
+    #[error("cannot start the guard that ends commands when this process ends")]
+    Guard(#[source] std::io::Error),
     /// It is not there, or may not be run.
     #[error("cannot start {}", .0.display())]
     Start(OsString, #[source] std::io::Error),
@@ -68,6 +78,7 @@ impl CommandError {
         match self {
             Self::Failed { status, .. } => format!("it ended with {}", ending(*status)),
             Self::Timeout { limit, .. } => format!("it took longer than {limit:?} and was killed"),
+            Self::Guard(error) => format!("{self}: {error}"),
             Self::Start(program, error) => format!("cannot start {}: {error}", program.display()),
             Self::Wait(error) => format!("cannot wait for its end: {error}"),
         }
@@ -110,19 +121,47 @@ impl Command {
     ///
     /// Cancel safety: a dropped future kills the command and all that it started.
     pub async fn run(&self, input: &[u8]) -> Result<(), CommandError> {
+        self.execute(input, None).await.map(drop)
+    }
+
+    /// The same, and `watch` is told what it says meanwhile. On stdout these lines mean something, alone or
+    /// as one, and every other is ignored, as is one of 1 MiB or more:
+    ///
+    /// ```json
+    /// {"progress": 0.4, "message": "halfway, nearly"}
+    /// {"result": {"frames": 1200}}
+    /// ```
+    ///
+    /// Returns the last result, if there was one.
+    pub async fn run_watched(
+        &self,
+        input: &[u8],
+        watch: &dyn Watch,
+    ) -> Result<Option<Box<RawValue>>, CommandError> {
+        self.execute(input, Some(watch)).await
+    }
+
+    async fn execute(
+        &self,
+        input: &[u8],
+        watch: Option<&dyn Watch>,
+    ) -> Result<Option<Box<RawValue>>, CommandError> {
+        let guarded = guard::ids().map_err(CommandError::Guard)?;
         let child = tokio::process::Command::new(&self.program)
             .args(&self.arguments)
             .envs(self.variables.iter().map(|(name, value)| (name, value)))
+            .env(guard::VARIABLE, guarded)
             .stdin(Stdio::piped())
-            .stdout(Stdio::null())
+            .stdout(if watch.is_some() { Stdio::piped() } else { Stdio::null() })
             .stderr(Stdio::piped())
             .process_group(0)
             .kill_on_drop(true) // after the group, which has no other way to be waited for
             .spawn()
             .map_err(|error| CommandError::Start(self.program.clone(), error))?;
         let mut group = Group(child);
-        let (stdin, stderr) = (group.0.stdin.take(), group.0.stderr.take());
-        let mut tail = Tail::default();
+        let stdin = group.0.stdin.take();
+        let pipes = (group.0.stdout.take(), group.0.stderr.take());
+        let (mut stdout, mut stderr) = (Stdout::new(watch), Stderr::new(watch));
         let ended = {
             let feed = async move {
                 if let Some(mut stdin) = stdin {
@@ -130,14 +169,19 @@ impl Command {
                     let _ = stdin.write_all(input).await;
                 }
             };
-            let (mut feed, mut errors) = (std::pin::pin!(feed), std::pin::pin!(tail.fill(stderr)));
+            let read = async {
+                let stdout = output::read(pipes.0, |bytes| stdout.take(bytes));
+                let stderr = output::read(pipes.1, |bytes| stderr.take(bytes));
+                tokio::join!(stdout, stderr);
+            };
+            let (mut feed, mut read) = (std::pin::pin!(feed), std::pin::pin!(read));
             let (mut is_fed, mut is_read) = (false, false);
             let whole = async {
                 loop {
                     tokio::select! {
                         status = group.0.wait() => break status,
                         () = &mut feed, if !is_fed => is_fed = true,
-                        () = &mut errors, if !is_read => is_read = true,
+                        () = &mut read, if !is_read => is_read = true,
                     }
                 }
             };
@@ -146,14 +190,15 @@ impl Command {
                 group.kill();
                 group.0.wait().await.map_err(CommandError::Wait)?;
             }
-            if !is_read && !matches!(&ended, Ok(Ok(status)) if status.success()) {
-                let _ = timeout(REST, errors).await;
+            let is_done = matches!(&ended, Ok(Ok(status)) if status.success());
+            if !is_read && (watch.is_some() || !is_done) {
+                let _ = timeout(REST, read).await;
             }
             ended
         };
-        let stderr = tail.text();
+        let (result, stderr) = (stdout.end(), stderr.end());
         match ended {
-            Ok(Ok(status)) if status.success() => Ok(()),
+            Ok(Ok(status)) if status.success() => Ok(result),
             Ok(Ok(status)) => Err(CommandError::Failed { status, stderr }),
             Ok(Err(error)) => Err(CommandError::Wait(error)),
             Err(_) => Err(CommandError::Timeout { limit: self.limit, stderr }),
@@ -181,34 +226,11 @@ impl Drop for Group {
     }
 }
 
-/// The last that was written.
-#[derive(Default)]
-struct Tail {
-    bytes: Vec<u8>,
-    is_cut: bool,
-}
-
-impl Tail {
-    async fn fill(&mut self, from: Option<impl AsyncRead + Unpin>) {
-        let Some(mut from) = from else { return };
-        let mut piece = vec![0; KEPT];
-        while let Ok(read @ 1..) = from.read(&mut piece).await {
-            self.bytes.extend_from_slice(&piece[..read]);
-            let over = self.bytes.len().saturating_sub(KEPT);
-            self.is_cut |= over > 0;
-            self.bytes.drain(..over);
-        }
-    }
-
-    fn text(&self) -> String {
-        let text = String::from_utf8_lossy(&self.bytes);
-        let cut = if self.is_cut { "…" } else { "" };
-        format!("{cut}{}", text.trim())
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use output::KEPT;
+    use parking_lot::Mutex;
+
     use super::*;
 
     fn shell(script: &str) -> Command {
@@ -284,5 +306,109 @@ mod tests {
         assert!(shell(&script).run(b"").await.is_err());
         assert!(alive(&read()), "it ended by itself, so nothing of it is killed");
         std::process::Command::new("kill").arg(read().trim()).status().unwrap();
+    }
+
+    /// Writes down what it is told.
+    #[derive(Default)]
+    struct Told {
+        progress: Mutex<Vec<(f64, Option<String>)>>,
+        log: Mutex<Vec<String>>,
+    }
+
+    impl Watch for Told {
+        fn progress(&self, progress: f64, message: Option<&str>) {
+            self.progress.lock().push((progress, message.map(str::to_owned)));
+        }
+
+        fn log(&self, line: &str) {
+            self.log.lock().push(line.to_owned());
+        }
+    }
+
+    #[tokio::test]
+    async fn progress_and_the_last_result_are_heard_and_other_output_is_ignored() {
+        let said = r#"
+            {"progress": 0.25, "message": "a \u00e4", "more": [1]}
+            starting
+              {"progress": -3, "message": 7}
+            [0.5, "a list"]
+            {"progress": NaN}
+            {"progress": 1e999}
+            {"progress": "0.5"}
+            {"progress": null}
+            {"message": "no progress"}
+            {"result": "first"}
+            {"progress": 17, "result": {"b": 1.0, "a": [ ]}}
+            {"result": "not the
+            {"progress": 0.75}"#;
+        let told = Told::default();
+        let result = shell("cat").run_watched(said.as_bytes(), &told).await.unwrap().unwrap();
+        assert_eq!(result.get(), r#"{"b": 1.0, "a": [ ]}"#);
+        let progress = std::mem::take(&mut *told.progress.lock());
+        let message = Some("a ä".to_owned());
+        assert_eq!(progress, [(0.25, message), (0.0, None), (1.0, None), (0.75, None)]);
+
+        let null = shell("cat").run_watched(b"{\"result\": 1}\n{\"result\": null}", &told).await;
+        assert_eq!(null.unwrap().unwrap().get(), "null");
+        assert!(shell("echo").run_watched(b"", &told).await.unwrap().is_none());
+        let failed = shell("cat; exit 1").run_watched(br#"{"result": 1}"#, &told).await;
+        assert_eq!(failed.unwrap_err().to_string(), "it ended with exit code 1");
+
+        let long = format!(r#"{{"progress": 0, "message": "{}"}}"#, "ä".repeat(5000));
+        shell("cat").run_watched(long.as_bytes(), &told).await.unwrap();
+        assert_eq!(told.progress.lock()[0].1.as_ref().unwrap(), &"ä".repeat(512));
+    }
+
+    #[tokio::test]
+    async fn a_line_is_told_while_the_command_runs() {
+        let told = Told::default();
+        let script = r#"echo '{"progress": 0.5}'; echo one >&2; sleep 600"#;
+        let command = shell(script);
+        tokio::select! {
+            ended = command.run_watched(b"", &told) => panic!("{ended:?}"),
+            () = until("line", || !told.log.lock().is_empty() && !told.progress.lock().is_empty()) => {}
+        }
+        assert_eq!(*told.log.lock(), ["one"]);
+    }
+
+    #[tokio::test]
+    async fn lines_of_any_length_and_bytes_are_told_in_bounded_pieces() {
+        let told = Told::default();
+        let input = [&b"a\r\n\n\xff\n"[..], &"ä".repeat(5000).into_bytes(), b"\nlast"].concat();
+        let error = shell("cat >&2; exit 2").run_watched(&input, &told).await.unwrap_err();
+        assert!(error.to_string().ends_with("ä\nlast"), "{error:.40}");
+        let log = std::mem::take(&mut *told.log.lock());
+        assert_eq!(log[..3], ["a", "", "\u{fffd}"]);
+        assert_eq!(log[3..6].concat(), "ä".repeat(5000));
+        assert!(log.iter().all(|line| line.len() <= 4096), "a long piece");
+        assert_eq!(log[6..], ["last"]);
+
+        // One byte more than the limit: the piece before ends between two characters.
+        let input = format!("x{}", "ä".repeat(2048));
+        shell("cat >&2").run_watched(input.as_bytes(), &told).await.unwrap();
+        assert_eq!(std::mem::take(&mut *told.log.lock()).concat(), input);
+        // Exactly the limit: no empty rest.
+        shell("cat >&2").run_watched(&[b'x'; 4097][..4096], &told).await.unwrap();
+        assert_eq!(*told.log.lock(), ["x".repeat(4096)]);
+    }
+
+    #[tokio::test]
+    async fn a_line_of_stdout_without_an_end_is_ignored_and_what_follows_it_is_heard() {
+        let told = Told::default();
+        let script = r#"echo '{"result": 1}'; printf '{"result": "%05000000d"}\n' 0; cat"#;
+        let result = shell(script).run_watched(b"{\"progress\": 1}", &told).await.unwrap();
+        assert_eq!(result.unwrap().get(), "1");
+        assert_eq!(*told.progress.lock(), [(1.0, None)]);
+    }
+
+    #[tokio::test]
+    async fn what_is_left_in_the_background_does_not_hold_up_a_watched_command() {
+        let told = Told::default();
+        let script = r#"sleep 600 & echo $! >&2; echo '{"result": 1}'"#;
+        let result = shell(script).run_watched(b"", &told).await.unwrap();
+        assert_eq!(result.unwrap().get(), "1");
+        let pid = told.log.lock()[0].clone();
+        assert!(alive(&pid), "it goes on");
+        std::process::Command::new("kill").arg(pid).status().unwrap();
     }
 }

@@ -8,12 +8,14 @@
 mod command;
 mod declared;
 mod puller;
+mod room;
 mod runner;
 pub mod watcher;
 
-pub use command::{Command, CommandError};
+pub use command::{Command, CommandError, Watch};
 pub use declared::{Declared, Keys};
 pub use puller::{Flow, PullStatus, Puller, Pulling};
+pub use room::{Hold, Room};
 pub use runner::{Ended, Limits, Outcome, Runner};
 pub use watcher::{Handle, Next, Reconcile, State, Watcher, Watching};
 

@@ -29,6 +29,7 @@ use vedetta_core::queue::{End, Kept, Settled, Taken, Woken};
 use vedetta_core::{Backoff, Command, Handler, Queue, QueueError, Slot, explain};
 
 use crate::LONGEST;
+use crate::room::Room;
 use crate::runner::{Ended, Limits, Outcome, Runner};
 
 /// The waits between tries to reach a queue. With jitter: the workers of a fleet lose it together.
@@ -138,6 +139,15 @@ impl Puller {
         Q: Queue,
         H: Handler<Q::Item, Outcome = Q::Outcome>,
     {
+        self.start_within(Room::new(self.limits.capacity), queue, handler)
+    }
+
+    /// The same with slots that the handler shares: for the parts of what costs nothing itself.
+    pub fn start_within<Q, H>(self, room: Arc<Room>, queue: Q, handler: H) -> Pulling
+    where
+        Q: Queue,
+        H: Handler<Q::Item, Outcome = Q::Outcome>,
+    {
         let (commands, inbox) = mpsc::channel(8);
         let (stop, grace) = (CancellationToken::new(), Arc::new(Mutex::new(LONGEST)));
         let status = Arc::new(Mutex::new(PullStatus::default()));
@@ -145,7 +155,7 @@ impl Puller {
             queue: Arc::new(queue),
             handler,
             options: self,
-            runner: Runner::new(self.limits),
+            runner: Runner::within(room, self.limits),
             status: Arc::clone(&status),
             held: Slab::new(),
             costs: Vec::new(),

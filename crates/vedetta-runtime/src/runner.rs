@@ -23,7 +23,9 @@ use hashbrown::HashMap;
 use tokio::task::{AbortHandle, Id, JoinError, JoinSet};
 use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep_until, timeout};
 use vedetta_core::slots::{Held, Ticket};
-use vedetta_core::{Failure, Moment, Schedule, Slot, Slots};
+use vedetta_core::{Failure, Moment, Schedule, Slot};
+
+use crate::room::Room;
 
 /// How much may run, and for how long.
 #[derive(Debug, Clone, Copy)]
@@ -64,14 +66,16 @@ pub enum Outcome<T> {
 /// Where a key that was taken from the schedule stands.
 enum Place {
     Waiting(Ticket),
-    Running { abort: AbortHandle, held: Held, since: Instant },
+    Running { abort: AbortHandle, held: Option<Held>, since: Instant },
 }
 
 /// Owns the schedule, the slots and every run.
 pub struct Runner<T> {
     limits: Limits,
     schedule: Schedule,
-    slots: Slots<Slot>,
+    room: Arc<Room>,
+    /// How many stand before the slots.
+    standing: usize,
     taken: HashMap<Slot, Place>,
     tasks: JoinSet<Result<T, Failure>>,
     of_task: HashMap<Id, Slot>,
@@ -83,10 +87,16 @@ pub struct Runner<T> {
 impl<T: Send + 'static> Runner<T> {
     /// Nothing runs yet.
     pub fn new(limits: Limits) -> Self {
+        Self::within(Room::new(limits.capacity), limits)
+    }
+
+    /// The same with slots that are shared with the parts of its runs.
+    pub fn within(room: Arc<Room>, limits: Limits) -> Self {
         Self {
             limits,
             schedule: Schedule::new(),
-            slots: Slots::new(limits.capacity),
+            room,
+            standing: 0,
             taken: HashMap::new(),
             tasks: JoinSet::new(),
             of_task: HashMap::new(),
@@ -129,9 +139,8 @@ impl<T: Send + 'static> Runner<T> {
         match self.taken.get(&slot) {
             Some(Place::Running { abort, .. }) => abort.abort(),
             Some(Place::Waiting(ticket)) => {
-                self.slots.cancel(*ticket);
-                self.taken.remove(&slot);
-                self.schedule.finish(slot);
+                self.room.withdraw(*ticket, slot);
+                self.forget(slot);
             }
             None => {}
         }
@@ -143,7 +152,7 @@ impl<T: Send + 'static> Runner<T> {
     }
 
     /// Starts all that is due and fits. `work` gives the run of a key and its cost; without it the key is
-    /// not run.
+    /// not run. What costs nothing begins at once: it is made of parts, see [`Room::hold`].
     pub fn start_due<F>(
         &mut self,
         mut work: impl FnMut(Slot) -> Option<F>,
@@ -156,24 +165,41 @@ impl<T: Send + 'static> Runner<T> {
         }
         let now = self.now();
         loop {
-            while let Some((held, slot)) = self.slots.start() {
+            while let Some((held, slot)) = self.room.start() {
                 // Offers made while it stood before the slots are this run.
                 self.schedule.cancel(slot);
                 if let Some(work) = work(slot) {
-                    self.spawn(slot, held, work);
+                    self.standing -= 1;
+                    self.spawn(slot, Some(held), work);
                 } else {
-                    self.slots.release(held);
-                    self.taken.remove(&slot);
-                    self.schedule.finish(slot);
+                    self.room.release(held);
+                    self.forget(slot);
                 }
             }
             if self.is_crowded() {
                 return;
             }
             let Some(slot) = self.schedule.take(now) else { return };
-            let ticket = self.slots.wait(cost(slot), slot);
-            self.taken.insert(slot, Place::Waiting(ticket));
+            match cost(slot) {
+                // Its parts take slots.
+                0 => match work(slot) {
+                    Some(work) => self.spawn(slot, None, work),
+                    None => drop(self.schedule.finish(slot)),
+                },
+                cost => {
+                    let ticket = self.room.wait(cost, slot);
+                    self.standing += 1;
+                    self.taken.insert(slot, Place::Waiting(ticket));
+                }
+            }
         }
+    }
+
+    /// What stood before the slots does not run.
+    fn forget(&mut self, slot: Slot) {
+        self.standing -= 1;
+        self.taken.remove(&slot);
+        self.schedule.finish(slot);
     }
 
     /// The next run that ends; nothing when instead something became due.
@@ -186,6 +212,7 @@ impl<T: Send + 'static> Runner<T> {
             biased;
             Some(ended) = self.tasks.join_next_with_id() => Some(self.ended(ended)),
             () = sleep_until(due.unwrap_or(self.began)), if due.is_some() => None,
+            () = self.room.changed(), if self.standing > 0 && !self.paused => None,
             else => std::future::pending().await,
         }
     }
@@ -208,12 +235,12 @@ impl<T: Send + 'static> Runner<T> {
 
     /// Keys that wait, for their time or for room.
     pub fn waiting(&self) -> usize {
-        self.schedule.len() + self.slots.waiting()
+        self.schedule.len() + self.standing
     }
 
     /// As many wait for room as there are slots: no point in taking more.
     fn is_crowded(&self) -> bool {
-        self.slots.waiting() >= self.limits.capacity.get() as usize
+        self.standing >= self.limits.capacity.get() as usize
     }
 
     fn instant(&self, at: Moment) -> Instant {
@@ -222,7 +249,7 @@ impl<T: Send + 'static> Runner<T> {
         self.began + Duration::from_millis(at.as_millis()).min(FAR)
     }
 
-    fn spawn<F>(&mut self, slot: Slot, held: Held, work: F)
+    fn spawn<F>(&mut self, slot: Slot, held: Option<Held>, work: F)
     where
         F: Future<Output = Result<T, Failure>> + Send + 'static,
     {
@@ -264,7 +291,9 @@ impl<T: Send + 'static> Runner<T> {
         let Some(Place::Running { held, since, .. }) = self.taken.remove(&slot) else {
             unreachable!("what ended was running")
         };
-        self.slots.release(held);
+        if let Some(held) = held {
+            self.room.release(held);
+        }
         Ended { slot, took: since.elapsed(), outcome, again: self.schedule.finish(slot) }
     }
 }

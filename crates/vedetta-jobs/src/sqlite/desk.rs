@@ -186,12 +186,7 @@ impl Desk {
     }
 
     /// A job that waits is due then, if that is earlier.
-    fn bring_forward(
-        &self,
-        tx: &Connection,
-        id: JobId,
-        run_at: i64,
-    ) -> Result<(), JobsError> {
+    fn bring_forward(&self, tx: &Connection, id: JobId, run_at: i64) -> Result<(), JobsError> {
         let Some(job) = self.brief(tx, id)? else { return Ok(()) };
         if run_at >= job.run_at {
             return Ok(());

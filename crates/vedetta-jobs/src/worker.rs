@@ -1,0 +1,549 @@
+//! Works a queue of jobs: the same on every backend.
+//!
+//! ```text
+//!  Jobs ──take──► Work ──► your handler ──► Outcome ──settle──► Jobs
+//!                   │ progress, log ──keep──────────────────────▲
+//!                   └ slots(cost): parts of a job, side by side
+//! ```
+//!
+//! A job takes as many slots as it costs, or none, if its handler is made of parts that take their own. What
+//! it tells while it runs is stored with the next prolonging of its lease, which it hastens.
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::num::NonZeroU32;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use serde::de::DeserializeOwned;
+use tokio::sync::Notify;
+use tokio::time::{Instant, sleep_until, timeout};
+use vedetta_core::queue::{End, Handed, Kept, Settled, Woken};
+use vedetta_core::{
+    Backoff, Command, Failure, Handler, Queue, QueueError, explain, queue, slots::capacity_of,
+};
+use vedetta_runtime::{Hold, Limits, PullStatus, Puller, Pulling, Room};
+
+use crate::job::{
+    Claim, Fate, Given, JobId, JobsError, Json, LARGEST, LONGEST_TEXT, Note, check_name, shortened,
+    tail,
+};
+use crate::port::{Jobs, Wanted};
+
+/// What a handler may fail with.
+pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// The waits between tries unless said otherwise: a second, then twice as long each time, up to ten minutes.
+pub const BACKOFF: Backoff =
+    Backoff { first: Duration::from_secs(1), most: Duration::from_secs(600), jitter: 0.2 };
+
+/// How long a job is a worker's without a sign of life of it.
+pub const LEASE: Duration = Duration::from_secs(30);
+
+/// A queue is looked at after so long without a wake-up.
+const POLL: Duration = Duration::from_secs(1);
+
+/// What is told of a job is stored this often at most.
+const TELL: Duration = Duration::from_millis(500);
+
+/// What came of a job.
+#[derive(Debug, Clone)]
+pub enum Outcome {
+    /// It is done, with this.
+    Done(Option<Json>),
+    /// Try it later; this attempt does not count.
+    Snooze(Duration),
+    /// It failed, and there is no point in trying it again.
+    Dead(String),
+    /// Its handler has settled it itself, with the backend's `done_in`.
+    Settled,
+}
+
+impl From<()> for Outcome {
+    fn from((): ()) -> Self {
+        Self::Done(None)
+    }
+}
+
+impl From<Json> for Outcome {
+    fn from(result: Json) -> Self {
+        Self::Done(Some(result))
+    }
+}
+
+type Running = Pin<Box<dyn Future<Output = Result<Outcome, Failure>> + Send>>;
+type Run = Arc<dyn Fn(Work) -> Running + Send + Sync>;
+
+/// What does the jobs of a kind.
+#[derive(Clone)]
+struct Doing {
+    run: Run,
+    in_parts: bool,
+    timeout: Option<Duration>,
+}
+
+/// Works a queue with the handlers it has.
+#[derive(Clone)]
+pub struct Worker {
+    queue: String,
+    name: String,
+    capacity: NonZeroU32,
+    lease: Duration,
+    backoff: Backoff,
+    doing: HashMap<String, Doing>,
+}
+
+impl Worker {
+    /// A worker of this queue, as wide as the machine: see [`capacity_of`].
+    pub fn new(queue: impl Into<String>) -> Self {
+        let cores = std::thread::available_parallelism().unwrap_or(std::num::NonZeroUsize::MIN);
+        Self {
+            queue: queue.into(),
+            name: format!("{}-{:08x}", std::process::id(), fastrand::u32(..)),
+            capacity: capacity_of(cores),
+            lease: LEASE,
+            backoff: BACKOFF,
+            doing: HashMap::new(),
+        }
+    }
+
+    /// The same under this name, which nobody else has.
+    #[must_use]
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.name = name.into();
+        self
+    }
+
+    /// The same with so many slots.
+    #[must_use]
+    pub fn capacity(mut self, capacity: NonZeroU32) -> Self {
+        self.capacity = capacity;
+        self
+    }
+
+    /// The same with leases of this length: so long after it went away others may have its jobs.
+    #[must_use]
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.lease = lease;
+        self
+    }
+
+    /// The same with other waits between tries.
+    #[must_use]
+    pub fn backoff(mut self, backoff: Backoff) -> Self {
+        self.backoff = backoff;
+        self
+    }
+
+    /// The same with a handler for a kind of jobs, whose payload is a `P`.
+    #[must_use]
+    pub fn handler<P, F, O, E>(
+        self,
+        kind: impl Into<String>,
+        handler: impl Fn(Work, P) -> F + Send + Sync + 'static,
+    ) -> Self
+    where
+        P: DeserializeOwned + Send + 'static,
+        F: Future<Output = Result<O, E>> + Send + 'static,
+        O: Into<Outcome>,
+        E: Into<BoxError>,
+    {
+        self.add(kind.into(), false, typed(handler))
+    }
+
+    /// The same with a handler whose jobs take no slots themselves: their parts do, see [`Work::slots`].
+    #[must_use]
+    pub fn handler_in_parts<P, F, O, E>(
+        self,
+        kind: impl Into<String>,
+        handler: impl Fn(Work, P) -> F + Send + Sync + 'static,
+    ) -> Self
+    where
+        P: DeserializeOwned + Send + 'static,
+        F: Future<Output = Result<O, E>> + Send + 'static,
+        O: Into<Outcome>,
+        E: Into<BoxError>,
+    {
+        self.add(kind.into(), true, typed(handler))
+    }
+
+    /// The same, and an attempt at a job of this kind may take so long, unless the job says otherwise.
+    #[must_use]
+    pub fn timeout(mut self, kind: &str, timeout: Duration) -> Self {
+        if let Some(doing) = self.doing.get_mut(kind) {
+            doing.timeout = Some(timeout);
+        }
+        self
+    }
+
+    fn add(mut self, kind: String, in_parts: bool, run: Run) -> Self {
+        self.doing.insert(kind, Doing { run, in_parts, timeout: None });
+        self
+    }
+
+    /// Works `jobs` until stopped.
+    pub fn start(self, jobs: Arc<dyn Jobs>) -> Result<Working, JobsError> {
+        check_name("queue", &self.queue)?;
+        check_name("worker", &self.name)?;
+        let room = Room::new(self.capacity);
+        let limits = Limits { capacity: self.capacity, timeout: None };
+        let puller = Puller { limits, lease: self.lease, poll: POLL };
+        let (name, queue) = (self.name.clone(), self.queue.clone());
+        let line = Arc::new(Line {
+            jobs,
+            worker: self,
+            room: Arc::clone(&room),
+            news: Arc::default(),
+            told_at: Mutex::new(None),
+        });
+        let pulling = puller.start_within(Arc::clone(&room), Feed(Arc::clone(&line)), Does(line));
+        Ok(Working { name, queue, room, pulling })
+    }
+}
+
+fn typed<P, F, O, E>(handler: impl Fn(Work, P) -> F + Send + Sync + 'static) -> Run
+where
+    P: DeserializeOwned + Send + 'static,
+    F: Future<Output = Result<O, E>> + Send + 'static,
+    O: Into<Outcome>,
+    E: Into<BoxError>,
+{
+    Arc::new(move |work: Work| match work.payload::<P>() {
+        Ok(payload) => {
+            let running = handler(work, payload);
+            Box::pin(async move {
+                let ended = running.await.map(Into::into);
+                ended.map_err(|error| Failure::Error(explain(&*error.into())))
+            })
+        }
+        // It will not become another.
+        Err(error) => Box::pin(async move {
+            Ok(Outcome::Dead(format!("the payload is not what its handler takes: {error}")))
+        }),
+    })
+}
+
+/// A worker at work. Dropped, it ends at once, and what it held comes back when its leases lapse.
+pub struct Working {
+    name: String,
+    queue: String,
+    room: Arc<Room>,
+    pulling: Pulling,
+}
+
+impl Working {
+    /// What it is called.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What it works.
+    pub fn queue(&self) -> &str {
+        &self.queue
+    }
+
+    /// What it is at.
+    pub fn status(&self) -> PullStatus {
+        self.pulling.status()
+    }
+
+    /// Slots in use, of how many.
+    pub fn slots(&self) -> (u32, u32) {
+        let capacity = self.room.capacity();
+        (capacity - self.room.free(), capacity)
+    }
+
+    /// Tells it to pause, to resume or to stop.
+    pub async fn tell(&self, command: Command) {
+        self.pulling.tell(command).await;
+    }
+
+    /// Takes nothing more, gives back what was not begun, lets jobs end within `grace`, ends the rest, and
+    /// settles it all. How many had to be ended.
+    pub async fn stop(self, grace: Duration) -> usize {
+        self.pulling.stop(grace).await
+    }
+}
+
+/// A job, for its handler. Dropped with it when its time is up, it was called off or its lease is lost.
+#[derive(Clone)]
+pub struct Work {
+    given: Arc<Given>,
+    notes: Arc<Notes>,
+    room: Arc<Room>,
+}
+
+impl Work {
+    /// Which job.
+    pub fn id(&self) -> JobId {
+        self.given.claim.id
+    }
+
+    /// The proof that it is this worker's, for the backend's `done_in`.
+    pub fn claim(&self) -> Claim {
+        self.given.claim
+    }
+
+    /// What is to be done.
+    pub fn kind(&self) -> &str {
+        &self.given.kind
+    }
+
+    /// The how manieth attempt it is, from 1.
+    pub fn attempt(&self) -> u32 {
+        self.given.attempt
+    }
+
+    /// What it is given.
+    pub fn payload<P: DeserializeOwned>(&self) -> serde_json::Result<P> {
+        serde_json::from_str(self.given.payload.get())
+    }
+
+    /// The same, as it was written.
+    pub fn json(&self) -> &str {
+        self.given.payload.get()
+    }
+
+    /// To find it by.
+    pub fn tags(&self) -> &[String] {
+        &self.given.tags
+    }
+
+    /// How much of it is done, from 0 to 1.
+    pub fn progress(&self, progress: f32) {
+        if progress.is_finite() {
+            self.notes.tell(|note| note.progress = Some(progress.clamp(0.0, 1.0)));
+        }
+    }
+
+    /// What it is at.
+    pub fn message(&self, message: &str) {
+        self.notes.tell(|note| note.message = Some(shortened(message, LONGEST_TEXT)));
+    }
+
+    /// A line for its log.
+    pub fn log(&self, line: &str) {
+        self.notes.tell(|note| note.log = tail(&note.log, &format!("{line}\n")));
+    }
+
+    /// Waits for so many slots, for a part of it. Only for a handler that is made of parts.
+    pub async fn slots(&self, cost: u32) -> Hold {
+        self.room.hold(cost).await
+    }
+
+    /// All slots there are.
+    pub fn capacity(&self) -> u32 {
+        self.room.capacity()
+    }
+}
+
+/// What there is to tell of a job that was not told yet.
+struct Notes {
+    note: Mutex<Note>,
+    news: Arc<News>,
+}
+
+/// Whether anybody has something to tell.
+#[derive(Default)]
+struct News {
+    is_there: AtomicBool,
+    bell: Notify,
+}
+
+impl Notes {
+    fn tell(&self, change: impl FnOnce(&mut Note)) {
+        change(&mut self.note.lock());
+        if !self.news.is_there.swap(true, Ordering::Relaxed) {
+            self.news.bell.notify_one();
+        }
+    }
+
+    fn take(&self) -> Note {
+        std::mem::take(&mut self.note.lock())
+    }
+
+    /// It could not be told: what was told since is newer.
+    fn put_back(&self, old: Note) {
+        let mut note = self.note.lock();
+        note.progress = note.progress.or(old.progress);
+        note.message = note.message.take().or(old.message);
+        note.log = tail(&old.log, &note.log);
+    }
+}
+
+/// What the queue and the handler share.
+struct Line {
+    jobs: Arc<dyn Jobs>,
+    worker: Worker,
+    room: Arc<Room>,
+    news: Arc<News>,
+    told_at: Mutex<Option<Instant>>,
+}
+
+impl Line {
+    fn doing(&self, kind: &str) -> Option<&Doing> {
+        self.worker.doing.get(kind)
+    }
+
+    fn fate(&self, held: &Holding, end: &End<Outcome>) -> Option<Fate> {
+        let failed = |error: String| {
+            let (attempt, most) = (held.given.attempt, held.given.max_attempts);
+            if attempt >= most {
+                return Fate::Dead { error };
+            }
+            let after = self.worker.backoff.delay(attempt.saturating_sub(1), fastrand::f64());
+            Fate::Again { after, error }
+        };
+        Some(match end {
+            End::Done(Outcome::Done(Some(result))) if result.get().len() > LARGEST => {
+                let error = format!("its result has more than {LARGEST} bytes");
+                Fate::Dead { error }
+            }
+            End::Done(Outcome::Done(result)) => Fate::Done { result: result.clone() },
+            End::Done(Outcome::Snooze(after)) => Fate::Snooze(*after),
+            End::Done(Outcome::Dead(error)) => Fate::Dead { error: error.clone() },
+            End::Done(Outcome::Settled) => return None,
+            End::Failed(failure) => failed(failure.to_string()),
+            End::Released => Fate::Released,
+        })
+    }
+}
+
+/// A job in work, for the puller.
+#[derive(Clone)]
+struct Holding {
+    given: Arc<Given>,
+    notes: Arc<Notes>,
+}
+
+struct Feed(Arc<Line>);
+
+fn failed(what: &str, error: JobsError) -> QueueError {
+    QueueError::new(what, Some(Box::new(error) as BoxError))
+}
+
+impl Queue for Feed {
+    type Claim = Holding;
+    type Item = Work;
+    type Outcome = Outcome;
+
+    async fn take(&self, room: u32) -> Result<queue::Taken<Holding, Work>, QueueError> {
+        let line = &*self.0;
+        let wanted = Wanted {
+            queue: &line.worker.queue,
+            worker: &line.worker.name,
+            room,
+            capacity: line.worker.capacity.get(),
+            lease: line.worker.lease,
+        };
+        let taken = line.jobs.take(&wanted).await;
+        let taken = taken.map_err(|error| failed("taking jobs", error))?;
+        let items = taken.jobs.into_iter().map(|given| {
+            let in_parts = line.doing(&given.kind).is_some_and(|doing| doing.in_parts);
+            let cost = if in_parts { 0 } else { given.cost.max(1) };
+            let given = Arc::new(given);
+            let news = Arc::clone(&line.news);
+            let notes = Arc::new(Notes { note: Mutex::default(), news });
+            let work = Work {
+                given: Arc::clone(&given),
+                notes: Arc::clone(&notes),
+                room: Arc::clone(&line.room),
+            };
+            Handed { claim: Holding { given, notes }, item: work, cost }
+        });
+        Ok(queue::Taken { items: items.collect(), rest: taken.rest })
+    }
+
+    async fn keep(&self, held: &[&Holding]) -> Result<Vec<Kept>, QueueError> {
+        self.0.news.is_there.store(false, Ordering::Relaxed);
+        let told: Vec<(Claim, Note)> =
+            held.iter().map(|held| (held.given.claim, held.notes.take())).collect();
+        *self.0.told_at.lock() = Some(Instant::now());
+        self.0.jobs.keep(&told).await.map_err(|error| {
+            for (held, (_, note)) in held.iter().zip(told) {
+                held.notes.put_back(note);
+            }
+            failed("prolonging leases", error)
+        })
+    }
+
+    async fn settle(&self, ended: &[(Holding, End<Outcome>)]) -> Result<Vec<Settled>, QueueError> {
+        // What they said last.
+        let last_words: Vec<(Claim, Note)> = ended
+            .iter()
+            .map(|(held, _)| (held.given.claim, held.notes.take()))
+            .filter(|(_, note)| !note.is_empty())
+            .collect();
+        if !last_words.is_empty() {
+            // Nothing depends on it.
+            let _ = self.0.jobs.keep(&last_words).await;
+        }
+        let fates: Vec<Option<Fate>> =
+            ended.iter().map(|(held, end)| self.0.fate(held, end)).collect();
+        let told: Vec<(Claim, Fate)> = ended
+            .iter()
+            .zip(&fates)
+            .filter_map(|((held, _), fate)| Some((held.given.claim, fate.clone()?)))
+            .collect();
+        let mut settled = if told.is_empty() {
+            Vec::new()
+        } else {
+            self.0.jobs.settle(&told).await.map_err(|error| failed("settling jobs", error))?
+        }
+        .into_iter();
+        let answers = fates.iter().map(|fate| match fate {
+            Some(_) => settled.next().unwrap_or(Settled::Stale),
+            None => Settled::Gone,
+        });
+        Ok(answers.collect())
+    }
+
+    async fn woken(&self) -> Woken {
+        let line = &*self.0;
+        let news = async {
+            while !line.news.is_there.load(Ordering::Relaxed) {
+                line.news.bell.notified().await;
+            }
+            let last = *line.told_at.lock();
+            sleep_until(last.map_or_else(Instant::now, |last| last + TELL)).await;
+            line.news.is_there.store(false, Ordering::Relaxed);
+        };
+        tokio::select! {
+            biased;
+            woken = line.jobs.woken(&line.worker.queue) => woken,
+            () = news => Woken::Look,
+        }
+    }
+}
+
+struct Does(Arc<Line>);
+
+impl Handler<Work> for Does {
+    type Outcome = Outcome;
+
+    fn handle(
+        &self,
+        work: Work,
+    ) -> impl Future<Output = Result<Outcome, Failure>> + Send + 'static {
+        let line = Arc::clone(&self.0);
+        async move {
+            let Some(doing) = line.doing(work.kind()).cloned() else {
+                let kind = work.kind();
+                let why = format!("this worker has no handler for jobs of the kind {kind:?}");
+                return Err(Failure::Error(why));
+            };
+            let limit = work.given.timeout.or(doing.timeout);
+            let running = (doing.run)(work);
+            match limit {
+                None => running.await,
+                Some(limit) => match timeout(limit, running).await {
+                    Ok(ended) => ended,
+                    Err(_) => Err(Failure::Timeout(limit)),
+                },
+            }
+        }
+    }
+}
