@@ -1,5 +1,6 @@
 //! The config file `vedetta.toml`; `vedetta.toml` in the repository has every key with its default.
 
+mod jobs;
 mod watch;
 
 use std::collections::BTreeMap;
@@ -14,6 +15,7 @@ use serde::Deserialize;
 use vedetta::etcd::{BadEndpoint, ClientTls, Cluster, TlsFiles};
 use vedetta::kv;
 
+use jobs::{Handler, JobName, Keep, Queue, Tick};
 pub(crate) use watch::{Name, Watch};
 
 /// Read when no other is named and it exists.
@@ -103,6 +105,20 @@ pub(crate) enum ConfigError {
     Half(&'static str, &'static str),
     #[error("watch.{0}.quiet has {1:?}, which is not in its key-types and so never seen")]
     Quiet(String, String),
+    #[error("handler.{0} has both cost and cost-from: give one")]
+    TwoCosts(String),
+    #[error("handler.{0}.cost-from is set: say what each value costs in [handler.{0}.costs]")]
+    NoCosts(String),
+    #[error("handler.{0}.costs is set: name the payload's field that it is for, as cost-from")]
+    CostsOfWhat(String),
+    #[error("periodic.{0} needs one of every and cron; zone goes with cron")]
+    TickWhen(String),
+    #[error("periodic.{0}: {1}")]
+    Tick(String, String),
+    #[error(
+        "queue.{0}.heartbeat is more than a third of its ack-wait: jobs that run would be handed out again"
+    )]
+    Heartbeat(String),
     #[error("{} is not a folder", .0.display())]
     Folder(PathBuf),
 }
@@ -116,6 +132,10 @@ pub(crate) struct Config {
     pub(crate) etcd: Etcd,
     pub(crate) shutdown: Shutdown,
     pub(crate) watch: BTreeMap<Name, Watch>,
+    queue: BTreeMap<JobName, Queue>,
+    pub(crate) handler: BTreeMap<JobName, Handler>,
+    periodic: BTreeMap<JobName, Tick>,
+    pub(crate) retention: Keep,
 }
 
 /// The `[store]` table.
@@ -255,6 +275,7 @@ impl Config {
         config.store.check()?;
         config.jobs.postgres()?;
         config.watch.iter().try_for_each(|(name, watch)| watch.check(name))?;
+        config.check_jobs()?;
         Ok(config)
     }
 
@@ -372,7 +393,10 @@ mod tests {
         let example: toml::Table = EXAMPLE.parse().unwrap();
         assert_eq!(Config::parse(EXAMPLE), Ok(Config::default()));
         let keys = example.values().map(|table| table.as_table().unwrap().len()).sum::<usize>();
-        assert_eq!(keys, 7, "all but keep-age, TLS and watchers, which are off");
+        assert_eq!(
+            keys, 9,
+            "all but keep-age, TLS, watchers and what jobs are declared, which are off"
+        );
     }
 
     #[test]
@@ -382,8 +406,30 @@ mod tests {
         for key in ["keep-age", "cert", "key", "client-ca"].iter().chain(&watch) {
             on = on.replace(&format!("# {key} ="), &format!("{key} ="));
         }
-        on = on.replace("# [watch", "[watch");
+        let jobs = [
+            "queue",
+            "cost",
+            "max-attempts",
+            "capacity",
+            "ack-wait",
+            "heartbeat",
+            "kind",
+            "payload",
+            "cron",
+            "zone",
+        ];
+        for key in jobs {
+            on = on.replace(&format!("# {key} ="), &format!("{key} ="));
+        }
+        for table in ["watch", "handler", "queue", "periodic"] {
+            on = on.replace(&format!("# [{table}."), &format!("[{table}."));
+        }
         let config = Config::parse(&on).unwrap();
+        config.check_jobs().unwrap();
+        let kinds = config.kinds().unwrap();
+        assert_eq!(kinds.0["transcode"].queue, "media");
+        assert_eq!(config.workers("http://127.0.0.1:7070").len(), 1);
+        assert_eq!(format!("{:?}", config.periodic().unwrap()[0].every), "30 3 * * * Europe/Rome");
         assert_eq!(config.store.keep_age, Some(Duration::from_secs(24 * 3600)));
         let tls = config.etcd.tls().unwrap().unwrap();
         assert_eq!(tls.cert, Path::new("server.crt"));

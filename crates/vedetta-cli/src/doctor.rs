@@ -12,7 +12,7 @@ use vedetta::db::postgres::Postgres;
 use vedetta::db::{self, DataFolder};
 use vedetta::kv;
 
-use crate::config::{Config, Name, Place};
+use crate::config::{Config, Place};
 use crate::exit::No;
 use crate::output::{self, Format};
 
@@ -94,7 +94,14 @@ impl Doctor {
         ];
         checks.extend(config.jobs.postgres()?.map(|url| jobs(&url)));
         checks.extend(PROGRAMS.map(|(program, package)| optional(program, package)));
-        checks.extend(config.watch.iter().map(|(name, watch)| command(name, watch.program())));
+        let watchers = config.watch.iter().map(|(name, watch)| ("watch", &name.0, watch.program()));
+        let handlers = config.handler.iter();
+        let handlers = handlers.map(|(kind, handler)| ("handler", &kind.0, handler.program()));
+        checks.extend(
+            watchers
+                .chain(handlers)
+                .map(|(table, name, program)| command(format!("{table}.{name}"), program)),
+        );
         match self.output {
             Format::Json => output::json(out, &serde_json::json!({ "checks": checks }))?,
             Format::Table => {
@@ -287,8 +294,7 @@ fn is_vedetta(address: SocketAddr) -> bool {
 }
 
 /// Whether the command of a watcher can be run.
-fn command(watcher: &Name, program: &str) -> Check {
-    let name = format!("watch.{}", watcher.0);
+fn command(name: String, program: &str) -> Check {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let found = if program.contains('/') {
         Some(PathBuf::from(program)).filter(|file| file.is_file())

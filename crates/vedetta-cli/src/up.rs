@@ -1,6 +1,7 @@
 use std::io::{self, IsTerminal as _, Write as _};
 use std::net::SocketAddr;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
@@ -14,6 +15,8 @@ use vedetta::dashboard::{self, Api};
 use vedetta::db::postgres::Postgres;
 use vedetta::db::{self, DataFolder, Db, FolderError};
 use vedetta::etcd::{self, Endpoint};
+use vedetta::jobs::sqlite::SqliteJobs;
+use vedetta::jobs::{self, Housekeeping, Jobs, Ledger, Working};
 use vedetta::kv::{self, Store};
 use vedetta::runtime::{Keys, Watching};
 use vedetta::stage;
@@ -34,7 +37,8 @@ pub(crate) struct Up {
 }
 
 /// All that is kept in the data folder.
-pub(crate) const SCHEMAS: &[db::Schema] = &[kv::SCHEMA, stage::sqlite::SCHEMA];
+pub(crate) const SCHEMAS: &[db::Schema] =
+    &[kv::SCHEMA, stage::sqlite::SCHEMA, jobs::sqlite::SCHEMA];
 
 /// What is left when the end has come may take so long to go.
 const LAST_MOMENT: Duration = Duration::from_millis(500);
@@ -84,6 +88,7 @@ async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Resu
     };
     let ending = CancellationToken::new();
     let api = Api::new(store.clone()).ending(ending.clone());
+    let ledger: Arc<dyn Ledger> = Arc::new(SqliteJobs::open(db.clone()).await?);
     let mut api = match config.jobs.postgres()? {
         None => api.stages(stage::sqlite::Records::open(db).await?),
         Some(url) => {
@@ -91,9 +96,14 @@ async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Resu
             api.stages(stage::postgres::Records::new(postgres.context("jobs.url cannot be used")?))
         }
     };
+    let server = format!("http://{http}");
+    let housekeeping =
+        Housekeeping::start(&ledger, config.periodic()?, config.retention.retention())?;
+    let workers = config.workers(&server).into_iter();
+    let workers = workers.map(|worker| worker.start(Arc::clone(&ledger) as Arc<dyn Jobs>));
+    let workers = workers.collect::<Result<Vec<Working>, _>>()?;
     let mut watchers = Vec::new();
     for (name, watch) in &config.watch {
-        let server = format!("http://{http}");
         // Each has a connection of its own: one that is busy does not hold up the others.
         let watching = if let Some(cluster) = config.store.cluster()? {
             let watching = watch.start(name, cluster, &server);
@@ -131,7 +141,11 @@ async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Resu
     let end = async {
         let until = Instant::now() + config.shutdown.grace.min(LONGEST);
         // First what may still want to read and write.
-        stop_watchers(watchers, config.shutdown.grace).await;
+        drop(housekeeping);
+        tokio::join!(
+            stop_watchers(watchers, config.shutdown.grace),
+            stop_workers(workers, config.shutdown.grace),
+        );
         stop.cancel();
         drain(&mut serving, until.saturating_duration_since(Instant::now())).await;
         store.close().await;
@@ -156,6 +170,18 @@ async fn stop_watchers(watchers: Vec<Watching<Keys>>, grace: Duration) {
             Ok(0) => {}
             Ok(killed) => tracing::warn!(killed, "the grace time is over: killed commands"),
             Err(error) => tracing::error!(%error, "a watcher broke down"),
+        }
+    }
+}
+
+/// Lets jobs that run finish within `grace`, and gives the rest back.
+async fn stop_workers(workers: Vec<Working>, grace: Duration) {
+    let mut stopping: JoinSet<_> = workers.into_iter().map(|worker| worker.stop(grace)).collect();
+    while let Some(ended) = stopping.join_next().await {
+        match ended {
+            Ok(0) => {}
+            Ok(ended) => tracing::warn!(ended, "the grace time is over: gave back jobs"),
+            Err(error) => tracing::error!(%error, "a worker broke down"),
         }
     }
 }

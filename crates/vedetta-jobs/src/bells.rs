@@ -1,61 +1,85 @@
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::mem::take;
 
-use futures_util::poll;
 use parking_lot::Mutex;
-use tokio::sync::Notify;
+use tokio::sync::oneshot;
 use vedetta_core::queue::Woken;
 
-/// Wakes who works a queue.
+/// Wakes who works a queue: all that wait, as the first of them may have no room; or else the next.
 #[derive(Debug, Default)]
-pub(crate) struct Bells(Mutex<HashMap<Box<str>, Arc<Bell>>>);
+pub(crate) struct Bells(Mutex<HashMap<Box<str>, Bell>>);
 
 #[derive(Debug, Default)]
 struct Bell {
-    more: Notify,
-    look: Notify,
+    waiting: Vec<oneshot::Sender<Woken>>,
+    /// Rung while nobody waited.
+    more: bool,
+    look: bool,
 }
 
 impl Bell {
-    /// Wakes all that wait: any of them may have room, or be whom it is about. Also the next to wait, who may
-    /// have been between two calls.
-    fn ring(&self, what: Woken) {
-        let bell = match what {
-            Woken::More => &self.more,
-            Woken::Look => &self.look,
-        };
-        bell.notify_waiters();
-        bell.notify_one();
+    fn ring(&mut self, what: Woken) {
+        let heard = self.waiting.drain(..).filter_map(|waiting| waiting.send(what).ok()).count();
+        match what {
+            Woken::More => self.more |= heard == 0,
+            Woken::Look => self.look |= heard == 0,
+        }
+    }
+
+    fn was_rung(&mut self) -> Option<Woken> {
+        if take(&mut self.look) {
+            return Some(Woken::Look);
+        }
+        take(&mut self.more).then_some(Woken::More)
+    }
+}
+
+/// Somebody who waits. If they go away as they are told, it is for the others to hear.
+struct Waiter<'a> {
+    bells: &'a Bells,
+    queue: &'a str,
+    heard: oneshot::Receiver<Woken>,
+}
+
+impl Drop for Waiter<'_> {
+    fn drop(&mut self) {
+        self.heard.close();
+        if let Ok(what) = self.heard.try_recv() {
+            self.bells.ring(self.queue, what);
+        }
     }
 }
 
 impl Bells {
-    fn of(&self, queue: &str) -> Arc<Bell> {
+    pub(crate) fn ring(&self, queue: &str, what: Woken) {
         let mut bells = self.0.lock();
-        if let Some(bell) = bells.get(queue) {
-            return Arc::clone(bell);
+        match bells.get_mut(queue) {
+            Some(bell) => bell.ring(what),
+            None => bells.entry(queue.into()).or_default().ring(what),
         }
-        Arc::clone(bells.entry(queue.into()).or_default())
     }
 
-    pub(crate) fn ring(&self, queue: &str, what: Woken) {
-        self.of(queue).ring(what);
+    /// For who cannot tell what was missed.
+    pub(crate) fn ring_all(&self) {
+        for bell in self.0.lock().values_mut() {
+            bell.ring(Woken::Look);
+            bell.ring(Woken::More);
+        }
     }
 
     /// Until it is rung; also if that was before.
     pub(crate) async fn rung(&self, queue: &str) -> Woken {
-        let bell = self.of(queue);
-        let mut more = std::pin::pin!(bell.more.notified());
-        tokio::select! {
-            biased;
-            () = bell.look.notified() => {
-                // Both at once: the other is for the next call.
-                if poll!(more).is_ready() {
-                    bell.more.notify_one();
-                }
-                Woken::Look
+        let (tell, heard) = oneshot::channel();
+        {
+            let mut bells = self.0.lock();
+            let bell = bells.entry(queue.into()).or_default();
+            if let Some(what) = bell.was_rung() {
+                return what;
             }
-            () = &mut more => Woken::More,
+            bell.waiting.retain(|waiting| !waiting.is_closed());
+            bell.waiting.push(tell);
         }
+        let mut waiter = Waiter { bells: self, queue, heard };
+        (&mut waiter.heard).await.unwrap_or(Woken::More)
     }
 }

@@ -14,9 +14,12 @@
 //! How work is run within capacity is [`vedetta_runtime::Puller`]'s business.
 
 mod bells;
+mod declared;
 mod job;
+mod kinds;
 mod periodic;
 mod port;
+pub mod postgres;
 pub mod remote;
 pub mod sqlite;
 pub mod wire;
@@ -27,6 +30,7 @@ pub use job::{
     JobsError, Json, LARGEST, LOG_TAIL, LONGEST_KEY, LONGEST_NAME, LONGEST_TEXT, MOST_TAGS, Mode,
     NewJob, Note, PRIORITY_STEP, Page, QueueCounts, When, check_name, status,
 };
+pub use kinds::{Asked, Cost, Kind, Kinds};
 pub use periodic::{Every, Housekeeping, Periodic, Retention};
 pub use port::{Jobs, Ledger, Taken, Wanted};
 pub use worker::{BACKOFF, BoxError, LEASE, Outcome, Work, Worker, Working};

@@ -74,8 +74,8 @@ impl From<Json> for Outcome {
     }
 }
 
-type Running = Pin<Box<dyn Future<Output = Result<Outcome, Failure>> + Send>>;
-type Run = Arc<dyn Fn(Work) -> Running + Send + Sync>;
+pub(crate) type Running = Pin<Box<dyn Future<Output = Result<Outcome, Failure>> + Send>>;
+pub(crate) type Run = Arc<dyn Fn(Work) -> Running + Send + Sync>;
 
 /// What does the jobs of a kind.
 #[derive(Clone)]
@@ -92,6 +92,7 @@ pub struct Worker {
     name: String,
     capacity: NonZeroU32,
     lease: Duration,
+    heartbeat: Option<Duration>,
     backoff: Backoff,
     doing: HashMap<String, Doing>,
 }
@@ -105,6 +106,7 @@ impl Worker {
             name: format!("{}-{:08x}", std::process::id(), fastrand::u32(..)),
             capacity: capacity_of(cores),
             lease: LEASE,
+            heartbeat: None,
             backoff: BACKOFF,
             doing: HashMap::new(),
         }
@@ -128,6 +130,13 @@ impl Worker {
     #[must_use]
     pub fn lease(mut self, lease: Duration) -> Self {
         self.lease = lease;
+        self
+    }
+
+    /// The same with a sign of life this often: a third of the lease at most, which it is unless said.
+    #[must_use]
+    pub fn heartbeat(mut self, heartbeat: Duration) -> Self {
+        self.heartbeat = Some(heartbeat);
         self
     }
 
@@ -179,7 +188,7 @@ impl Worker {
         self
     }
 
-    fn add(mut self, kind: String, in_parts: bool, run: Run) -> Self {
+    pub(crate) fn add(mut self, kind: String, in_parts: bool, run: Run) -> Self {
         self.doing.insert(kind, Doing { run, in_parts, timeout: None });
         self
     }
@@ -190,7 +199,14 @@ impl Worker {
         check_name("worker", &self.name)?;
         let room = Room::new(self.capacity);
         let limits = Limits { capacity: self.capacity, timeout: None };
-        let puller = Puller { limits, lease: self.lease, poll: POLL };
+        let beat = self.heartbeat.unwrap_or(self.lease / 3);
+        if beat.is_zero() || beat > self.lease / 3 {
+            return Err(JobsError::Invalid(format!(
+                "a heartbeat every {beat:?} would lose jobs that run: give a third of the lease, {:?}, or less",
+                self.lease
+            )));
+        }
+        let puller = Puller { limits, lease: self.lease, beat, poll: POLL };
         let (name, queue) = (self.name.clone(), self.queue.clone());
         let line = Arc::new(Line {
             jobs,
@@ -295,6 +311,11 @@ impl Work {
     /// The how manieth attempt it is, from 1.
     pub fn attempt(&self) -> u32 {
         self.given.attempt
+    }
+
+    /// How many slots it takes: what it costs, but no more than there are.
+    pub fn cost(&self) -> u32 {
+        self.given.cost.min(self.room.capacity())
     }
 
     /// What it is given.

@@ -47,9 +47,10 @@ const LAST_WORDS: Duration = Duration::from_secs(5);
 pub struct Puller {
     /// How much may run, and for how long.
     pub limits: Limits,
-    /// How long a lease of the queue lasts. It is prolonged three times in that time, and what could not
-    /// be prolonged by its end is given up.
+    /// How long a lease of the queue lasts. What could not be prolonged by its end is given up.
     pub lease: Duration,
+    /// Leases are prolonged this often: several times before they end.
+    pub beat: Duration,
     /// The queue is looked at after so long without a wake-up: they may be lost.
     pub poll: Duration,
 }
@@ -171,7 +172,7 @@ impl Puller {
             settle_at: None,
             settle_failures: 0,
             keeping: None,
-            keep_at: Instant::now() + self.lease / 3,
+            keep_at: Instant::now() + self.beat,
             late_at: Instant::now() + self.lease,
             paused: false,
             flow: Flow::default(),
@@ -574,7 +575,7 @@ where
             return;
         }
         let lease = self.options.lease;
-        self.keep_at = now + lease / 3;
+        self.keep_at = now + self.options.beat;
         // What is being settled is not asked for: it may have to wait for that.
         let ours = |at: &At<Q::Item>| !matches!(at, At::Lost | At::Settling);
         let (asked_for, claims): (Vec<_>, Vec<_>) = self

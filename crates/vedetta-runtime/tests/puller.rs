@@ -210,7 +210,7 @@ impl Handler<(u32, Run)> for Line {
 fn start(line: &Line, capacity: u32) -> Pulling {
     let capacity = NonZeroU32::new(capacity).expect("not zero");
     let limits = Limits { capacity, timeout: Some(Duration::from_secs(3600)) };
-    let puller = Puller { limits, lease: LEASE, poll: Duration::from_secs(5) };
+    let puller = Puller { limits, lease: LEASE, beat: LEASE / 3, poll: Duration::from_secs(5) };
     puller.start(line.clone(), line.clone())
 }
 

@@ -187,6 +187,7 @@ impl<E: Entity, B: Backend<E>> Processor<E, B> {
                     timeout: Some(limits.timeout),
                 },
                 lease: self.lease,
+                beat: self.lease / 3,
                 poll: self.poll,
             };
             Pull { stage: name, lane, pulling: puller.start(queue, work), counters }

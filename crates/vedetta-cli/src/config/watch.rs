@@ -108,9 +108,9 @@ impl TryFrom<String> for Prefix {
 /// A program and its arguments.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(try_from = "Vec<String>")]
-struct Run {
-    program: String,
-    arguments: Vec<String>,
+pub(super) struct Run {
+    pub(super) program: String,
+    pub(super) arguments: Vec<String>,
 }
 
 impl TryFrom<Vec<String>> for Run {
@@ -153,10 +153,10 @@ impl TryFrom<Vec<String>> for KeyTypes {
 /// A time to wait, for example `30s` or `5m`.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(try_from = "String")]
-struct Time(Duration);
+pub(crate) struct Time(pub(super) Duration);
 
 /// The clock cannot count to the end of time.
-const LONGEST: Duration = Duration::from_secs(366 * 24 * 3600);
+pub(super) const LONGEST: Duration = Duration::from_secs(366 * 24 * 3600);
 
 impl TryFrom<String> for Time {
     type Error = String;

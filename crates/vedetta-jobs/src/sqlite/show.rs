@@ -25,6 +25,7 @@ impl Desk {
         let (number, mut status): (i64, _) = (row.get(1)?, state_of(row.get(3)?));
         let mut attempts: u32 = row.get(6)?;
         let mut started_at: Option<i64> = row.get(11)?;
+        let mut updated_at: i64 = row.get(10)?;
         let mut worker: Option<String> = row.get(16)?;
         let index = self.index.lock();
         let queue = index.lane_of(number).map(|lane| index.lanes[lane].name.clone());
@@ -32,6 +33,7 @@ impl Desk {
             status = JobState::Running;
             attempts += 1;
             started_at = Some(run.started_at);
+            updated_at = updated_at.max(run.started_at);
             worker = Some(run.worker.to_string());
         }
         drop(index);
@@ -60,7 +62,7 @@ impl Desk {
             run_at: Clock::time(row.get(8)?),
             started_at: started_at.map(Clock::time),
             ended_at: row.get::<_, Option<i64>>(12)?.map(Clock::time),
-            updated_at: Clock::time(row.get(10)?),
+            updated_at: Clock::time(updated_at),
         })
     }
 

@@ -8,13 +8,21 @@
 #![allow(unreachable_pub, reason = "public within a test")]
 
 pub mod jobs;
+pub mod lives;
+pub mod people;
+pub mod storms;
+pub mod waiting;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use testing::soon;
+use vedetta_core::JobState;
 use vedetta_core::queue::{Kept, Settled, Woken};
-use vedetta_jobs::{Claim, DEFAULT_QUEUE, Fate, Given, JobId, Jobs, NewJob, Note, Taken, Wanted};
+use vedetta_jobs::{
+    Claim, DEFAULT_QUEUE, Fate, Filter, Given, Job, JobId, Jobs, Json, Ledger, NewJob, Note,
+    QueueCounts, Taken, Wanted,
+};
 
 /// Long enough never to be over within a test.
 pub const HOUR: Duration = Duration::from_secs(3600);
@@ -145,9 +153,59 @@ pub trait Ask: World {
 
 impl<W: World> Ask for W {}
 
+/// A world that keeps a ledger.
+pub trait LedgerWorld: World<Jobs: Ledger> {}
+
+impl<W: World<Jobs: Ledger>> LedgerWorld for W {}
+
+/// What tests ask of it.
+pub trait AskLedger: LedgerWorld {
+    /// A job that is there.
+    async fn job(&self, id: JobId) -> Job {
+        self.jobs().job(id).await.unwrap().expect("the job is there")
+    }
+
+    /// Where it stands.
+    async fn state(&self, id: JobId) -> JobState {
+        self.job(id).await.status
+    }
+
+    /// Every job that fits, page by page.
+    async fn all(&self, filter: &Filter) -> Vec<Job> {
+        soon("a list has an end", async {
+            let (mut all, mut before) = (Vec::new(), None);
+            loop {
+                let page = self.jobs().list(filter, before, 100).await.unwrap();
+                all.extend(page.jobs);
+                match page.next {
+                    Some(next) => before = Some(next),
+                    None => return all,
+                }
+            }
+        })
+        .await
+    }
+
+    /// What is in a queue.
+    async fn counts(&self, queue: &str) -> QueueCounts {
+        let queues = self.jobs().queues().await.unwrap();
+        let mut named = queues.into_iter().filter(|counts| counts.name == queue);
+        let counts = named.next().unwrap_or_else(|| panic!("there is no queue {queue}"));
+        assert!(named.next().is_none(), "each queue is told once");
+        counts
+    }
+}
+
+impl<W: LedgerWorld> AskLedger for W {}
+
 /// What Anna asks of the default queue.
 pub fn wanted(room: u32, lease: Duration) -> Wanted<'static> {
     Wanted { queue: QUEUE, worker: ANNA, room, capacity: ALL, lease }
+}
+
+/// JSON, as it is written.
+pub fn json(text: &str) -> Json {
+    serde_json::from_str(text).unwrap()
 }
 
 /// It is done, with nothing to tell.
@@ -224,6 +282,61 @@ macro_rules! jobs_suite {
                 what_is_put_back_wakes_who_waits
                 what_happened_before_somebody_waits_wakes_them_too
                 no_job_is_lost_by_a_restart
+            }
+        }
+    };
+}
+
+/// The stories of those that keep a ledger.
+macro_rules! ledger_suite {
+    ($world:ty) => {
+        stories! { $world;
+            lives {
+                a_job_is_shown_as_it_was_asked_for
+                a_job_that_runs_shows_who_works_on_it_and_since_when
+                each_end_leaves_its_marks
+                neither_a_snooze_nor_a_release_counts_as_an_attempt
+                a_released_job_keeps_its_place_in_the_line
+                a_job_whose_workers_went_away_too_often_is_dead
+                who_let_a_lease_lapse_changes_nothing_whether_or_not_somebody_took_the_job
+                an_end_that_is_told_twice_counts_once
+                what_a_worker_tells_of_a_job_is_seen
+                of_a_log_the_last_whole_lines_are_kept
+                long_texts_are_cut_within_no_character
+                the_largest_result_is_kept_whole
+                times_beyond_all_calendars_do_no_harm
+            }
+            waiting {
+                a_job_for_later_is_handed_out_then_and_not_before
+                a_take_says_for_how_long_nothing_is_due
+                what_is_urgent_goes_first_but_nothing_waits_for_ever
+                of_one_key_in_a_queue_one_waits_and_the_earliest_time_wins
+                a_key_counts_within_a_batch_and_not_beyond_its_queue
+                an_earlier_time_for_a_key_wakes_who_waits
+                while_one_of_a_key_runs_another_may_wait
+                what_is_over_holds_no_key
+                when_a_running_job_comes_back_one_of_its_key_waits
+                when_a_lease_of_a_key_lapses_no_two_wait
+                a_job_is_not_tried_again_while_another_of_its_key_waits
+            }
+            people {
+                a_job_that_waits_can_be_called_off
+                a_job_that_runs_can_be_called_off_and_its_worker_is_told_at_once
+                changes_are_made_where_they_can_be
+                what_is_tried_again_by_hand_begins_anew
+                a_list_has_what_all_of_the_filter_fits_newest_first
+                pages_have_each_job_once_while_others_come_and_go
+                a_search_of_many_goes_on_until_there_is_no_next
+                queues_count_what_they_have_in_each_state
+                what_becomes_due_counts_as_ready
+                a_paused_queue_hands_nothing_out_until_it_is_resumed
+                a_draining_queue_takes_nothing_on_and_is_worked_off
+                what_is_over_for_long_enough_is_removed
+                of_many_servers_that_tick_one_makes_the_job
+            }
+            storms {
+                a_restart_changes_nothing
+                whatever_happens_each_job_is_over_once_and_runs_once_at_a_time
             }
         }
     };

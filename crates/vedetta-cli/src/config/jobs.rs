@@ -1,0 +1,223 @@
+//! The tables about jobs: `[queue.NAME]`, `[handler.KIND]`, `[periodic.NAME]` and `[retention]`.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroU32;
+use std::time::Duration;
+
+use serde::Deserialize;
+use vedetta::jobs::{
+    Asked, Cost, DEFAULT_QUEUE, Every, JobsError, Kind, Kinds, LEASE, Periodic, Retention, When,
+    Worker, check_name,
+};
+use vedetta::runtime::Command;
+
+use super::watch::{LONGEST, Run, Time};
+use super::{Config, ConfigError};
+
+/// The name of a queue, a kind or a periodic job.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[serde(try_from = "String")]
+pub(crate) struct JobName(pub(crate) String);
+
+impl TryFrom<String> for JobName {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        check_name("name", &text).map_err(|error| error.to_string())?;
+        Ok(Self(text))
+    }
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub(crate) struct Queue {
+    capacity: Capacity,
+    pub(crate) ack_wait: Option<Time>,
+    pub(crate) heartbeat: Option<Time>,
+}
+
+/// Slots, or as many as the machine has.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Deserialize)]
+#[serde(try_from = "toml::Value")]
+enum Capacity {
+    #[default]
+    Auto,
+    Slots(NonZeroU32),
+}
+
+impl TryFrom<toml::Value> for Capacity {
+    type Error = String;
+
+    fn try_from(value: toml::Value) -> Result<Self, String> {
+        let slots = value.as_integer().and_then(|slots| u32::try_from(slots).ok());
+        match (value.as_str(), slots.and_then(NonZeroU32::new)) {
+            (Some("auto"), _) => Ok(Self::Auto),
+            (_, Some(slots)) => Ok(Self::Slots(slots)),
+            _ => Err(format!("the capacity is {value}: give \"auto\" or a number from 1 on")),
+        }
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(crate) struct Handler {
+    run: Run,
+    queue: Option<JobName>,
+    cost: Option<NonZeroU32>,
+    cost_from: Option<String>,
+    #[serde(default)]
+    costs: BTreeMap<String, NonZeroU32>,
+    timeout: Option<Time>,
+    max_attempts: Option<NonZeroU32>,
+}
+
+impl Handler {
+    /// What is run: a path if there is a slash in it.
+    pub(crate) fn program(&self) -> &str {
+        &self.run.program
+    }
+
+    fn queue(&self) -> &str {
+        self.queue.as_ref().map_or(DEFAULT_QUEUE, |queue| &queue.0)
+    }
+
+    fn cost(&self, kind: &str) -> Result<Cost, ConfigError> {
+        match (self.cost, &self.cost_from) {
+            (Some(_), Some(_)) => Err(ConfigError::TwoCosts(kind.into())),
+            (_, Some(_)) if self.costs.is_empty() => Err(ConfigError::NoCosts(kind.into())),
+            (_, None) if !self.costs.is_empty() => Err(ConfigError::CostsOfWhat(kind.into())),
+            (_, Some(field)) => {
+                let costs = self.costs.iter().map(|(value, cost)| (value.clone(), cost.get()));
+                Ok(Cost::From { field: field.clone(), costs: costs.collect() })
+            }
+            (cost, None) => Ok(Cost::Fixed(cost.map_or(1, NonZeroU32::get))),
+        }
+    }
+
+    fn kind(&self, kind: &str) -> Result<Kind, ConfigError> {
+        Ok(Kind {
+            queue: self.queue().into(),
+            cost: self.cost(kind)?,
+            max_attempts: self.max_attempts.map_or(5, NonZeroU32::get),
+            timeout: self.timeout.map(|time| time.0),
+        })
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(crate) struct Tick {
+    kind: JobName,
+    queue: Option<JobName>,
+    payload: Option<toml::Value>,
+    every: Option<Time>,
+    cron: Option<String>,
+    zone: Option<String>,
+}
+
+impl Tick {
+    fn periodic(&self, name: &str, kinds: &Kinds) -> Result<Periodic, ConfigError> {
+        let wrong = |error: JobsError| ConfigError::Tick(name.into(), error.to_string());
+        let every = match (self.every, &self.cron) {
+            (Some(period), None) if self.zone.is_none() => Every::each(period.0),
+            (None, Some(pattern)) => Every::cron(pattern, self.zone.as_deref()),
+            _ => return Err(ConfigError::TickWhen(name.into())),
+        };
+        let payload = self.payload.as_ref().map(serde_json::value::to_raw_value).transpose();
+        let payload = payload.map_err(|error| ConfigError::Tick(name.into(), error.to_string()))?;
+        let asked = Asked {
+            kind: self.kind.0.clone(),
+            queue: self.queue.as_ref().map(|queue| queue.0.clone()),
+            payload,
+            cost: None,
+            priority: None,
+            run_at: When::Now,
+            max_attempts: None,
+            timeout: None,
+            unique_key: None,
+            tags: Vec::new(),
+        };
+        let job = kinds.complete(asked).map_err(wrong)?;
+        Ok(Periodic { name: name.into(), every: every.map_err(wrong)?, job })
+    }
+}
+
+/// The `[retention]` table.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub(crate) struct Keep {
+    completed: Time,
+    failed: Time,
+}
+
+impl Default for Keep {
+    fn default() -> Self {
+        let Retention { completed, failed } = Retention::default();
+        Self { completed: Time(completed), failed: Time(failed) }
+    }
+}
+
+impl Keep {
+    pub(crate) fn retention(self) -> Retention {
+        Retention { completed: self.completed.0, failed: self.failed.0 }
+    }
+}
+
+impl Config {
+    /// What is known of the kinds of jobs.
+    pub(crate) fn kinds(&self) -> Result<Kinds, ConfigError> {
+        let kinds =
+            self.handler.iter().map(|(kind, handler)| Ok((kind.0.clone(), handler.kind(&kind.0)?)));
+        Ok(Kinds(kinds.collect::<Result<_, ConfigError>>()?))
+    }
+
+    pub(crate) fn periodic(&self) -> Result<Vec<Periodic>, ConfigError> {
+        let kinds = self.kinds()?;
+        self.periodic.iter().map(|(name, tick)| tick.periodic(&name.0, &kinds)).collect()
+    }
+
+    /// A worker for each queue that has handlers. Commands find the server in `VEDETTA_SERVER`.
+    pub(crate) fn workers(&self, server: &str) -> Vec<Worker> {
+        let mut workers: BTreeMap<&str, Worker> = BTreeMap::new();
+        for (kind, handler) in &self.handler {
+            let queue = handler.queue();
+            let worker = workers.remove(queue).unwrap_or_else(|| self.worker(queue));
+            let Run { program, arguments } = handler.run.clone();
+            // How long it may take is the worker's to say.
+            let command = Command::new(program, arguments, LONGEST);
+            let command = command.variable("VEDETTA_SERVER", server);
+            workers.insert(queue, worker.command(&kind.0, command));
+        }
+        workers.into_values().collect()
+    }
+
+    fn worker(&self, name: &str) -> Worker {
+        let queue = self.queue.get(&JobName(name.into())).cloned().unwrap_or_default();
+        let worker = Worker::new(name).lease(queue.lease());
+        let worker = match queue.heartbeat {
+            Some(heartbeat) => worker.heartbeat(heartbeat.0),
+            None => worker,
+        };
+        match queue.capacity {
+            Capacity::Auto => worker,
+            Capacity::Slots(slots) => worker.capacity(slots),
+        }
+    }
+
+    pub(super) fn check_jobs(&self) -> Result<(), ConfigError> {
+        self.periodic()?;
+        for (name, queue) in &self.queue {
+            let (lease, heartbeat) = (queue.lease(), queue.heartbeat);
+            if heartbeat.is_some_and(|heartbeat| heartbeat.0 > lease / 3) {
+                return Err(ConfigError::Heartbeat(name.0.clone()));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Queue {
+    fn lease(&self) -> Duration {
+        self.ack_wait.map_or(LEASE, |time| time.0)
+    }
+}

@@ -1,0 +1,138 @@
+//! Jobs in the embedded SQLite file.
+
+#[macro_use]
+mod suite;
+
+use std::sync::Arc;
+
+use suite::{ALL, Ask as _, AskLedger as _, HOUR, SHORT, World, again, lapse};
+use tempfile::TempDir;
+use vedetta_core::JobState::{Done, Running, Waiting};
+use vedetta_core::queue::{Settled, Woken};
+use vedetta_db::rusqlite::Connection;
+use vedetta_db::{Db, Options, Purpose, Schema, Stop, WriteError};
+use vedetta_jobs::sqlite::{SCHEMA, SqliteJobs};
+use vedetta_jobs::{Claim, Enqueued, Filter, JobsError, NewJob};
+
+jobs_suite!(crate::Sqlite);
+ledger_suite!(crate::Sqlite);
+
+/// A table of somebody else in the same file.
+const SHOP: Schema =
+    Schema { component: "shop", steps: &["CREATE TABLE parcel (id INTEGER) STRICT"] };
+
+struct Sqlite {
+    folder: Arc<TempDir>,
+    db: Db,
+    jobs: Arc<SqliteJobs>,
+}
+
+impl Sqlite {
+    async fn open(folder: Arc<TempDir>) -> Self {
+        let mut options = Options::new(folder.path().join("jobs.db"));
+        options.ballast = 0;
+        let db = Db::open(&options, &[SCHEMA, SHOP]).unwrap();
+        let jobs = Arc::new(SqliteJobs::open(db.clone()).await.unwrap());
+        Self { folder, db, jobs }
+    }
+
+    /// Writes a parcel, and what else is to be written with it.
+    async fn write<T: Send + 'static>(
+        &self,
+        also: impl FnOnce(&Connection, &SqliteJobs) -> Result<T, JobsError> + Send + 'static,
+    ) -> Result<T, WriteError<JobsError>> {
+        let jobs = Arc::clone(&self.jobs);
+        let write = move |tx: &vedetta_db::Tx<'_>| {
+            tx.execute("INSERT INTO parcel VALUES (1)", []).map_err(Stop::Sql)?;
+            also(tx, &jobs).map_err(Stop::Refused)
+        };
+        self.db.write(Purpose::Store, write).await
+    }
+
+    async fn parcels(&self) -> i64 {
+        let count =
+            |db: &Connection| db.query_row("SELECT count(*) FROM parcel", [], |row| row.get(0));
+        self.db.read(count).await.unwrap()
+    }
+}
+
+impl World for Sqlite {
+    type Jobs = SqliteJobs;
+
+    async fn new() -> Self {
+        Self::open(Arc::new(TempDir::new().unwrap())).await
+    }
+
+    async fn neighbour(&self) -> Self {
+        // One process has the file.
+        let (folder, db, jobs) =
+            (Arc::clone(&self.folder), self.db.clone(), Arc::clone(&self.jobs));
+        Self { folder, db, jobs }
+    }
+
+    async fn reopened(self) -> Self {
+        let Self { folder, db, jobs } = self;
+        drop(jobs);
+        tokio::task::spawn_blocking(move || db.close_blocking()).await.unwrap();
+        Self::open(folder).await
+    }
+
+    fn jobs(&self) -> &Arc<SqliteJobs> {
+        &self.jobs
+    }
+}
+
+fn changed_my_mind<T>(_: T) -> Result<(), JobsError> {
+    Err(JobsError::Invalid("I changed my mind".into()))
+}
+
+#[tokio::test]
+async fn jobs_are_taken_on_with_what_else_is_written_or_not_at_all() {
+    let world = Sqlite::new().await;
+    let jobs = [NewJob::new("pack").unique("order-7"), NewJob::new("ship").queue("new")];
+    world.falls_silent().await;
+    let enqueue = {
+        let jobs = jobs.clone();
+        move |tx: &Connection, desk: &SqliteJobs| desk.enqueue_in(tx, &jobs)
+    };
+    let refuse = enqueue.clone();
+    let refused = world.write(move |tx, desk| refuse(tx, desk).and_then(changed_my_mind)).await;
+    assert!(matches!(refused, Err(WriteError::Refused(_))));
+    assert!(world.all(&Filter::default()).await.is_empty());
+    world.rests().await;
+
+    let (enqueued, ()) = tokio::join!(world.write(enqueue), world.wakes(Woken::More));
+    let enqueued: Vec<Enqueued> = enqueued.unwrap();
+    assert!(enqueued.iter().all(|enqueued| enqueued.is_new), "the key was left to nobody");
+    assert_eq!(world.parcels().await, 1);
+    assert_eq!(world.take_one().await.claim.id, enqueued[0].id);
+    let invalid = world.write(|tx, desk| desk.enqueue_in(tx, &[NewJob::new("")])).await;
+    assert!(matches!(invalid, Err(WriteError::Refused(JobsError::Invalid(_)))));
+    assert_eq!(world.parcels().await, 1);
+}
+
+#[tokio::test]
+async fn a_job_is_done_with_what_it_wrote_or_not_at_all() {
+    let world = Sqlite::new().await;
+    let done =
+        |claim: Claim| move |tx: &Connection, desk: &SqliteJobs| desk.done_in(tx, claim, None);
+    let id = world.add_many(1).await[0];
+    let claim = world.comes(HOUR).await.claim;
+    let undone = done(claim);
+    let refused = world.write(move |tx, desk| undone(tx, desk).and_then(changed_my_mind)).await;
+    assert!(matches!(refused, Err(WriteError::Refused(_))));
+    assert_eq!(world.state(id).await, Running);
+    assert!(world.write(done(claim)).await.unwrap());
+    assert_eq!((world.state(id).await, world.parcels().await), (Done, 1));
+
+    let id = world.add_many(1).await[0];
+    let late = world.comes(SHORT).await.claim;
+    lapse(SHORT).await;
+    assert!(!world.write(done(late)).await.unwrap(), "its lease is over");
+    let claim = world.comes(HOUR).await.claim;
+    assert!(!world.write(done(late)).await.unwrap(), "another has it");
+    let settled = world.settle(claim, again(HOUR)).await;
+    assert_eq!(settled, Settled::Again(HOUR));
+    assert_eq!(world.state(id).await, Waiting);
+    assert!(world.take(ALL).await.is_empty());
+}
