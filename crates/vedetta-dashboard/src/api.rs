@@ -14,7 +14,7 @@ use axum::routing::{self, MethodRouter};
 use serde::{Deserialize, Serialize};
 use tokio_util::sync::CancellationToken;
 use vedetta_core::Revision;
-use vedetta_jobs::{Ledger, wire};
+use vedetta_jobs::{Kinds, Ledger, wire};
 use vedetta_kv::Store;
 use vedetta_runtime::Handle;
 
@@ -34,6 +34,7 @@ pub struct Api {
     pub(crate) watchers: BTreeMap<String, Watched>,
     pub(crate) stages: Option<Arc<Stages>>,
     pub(crate) jobs: Option<Arc<dyn Ledger>>,
+    pub(crate) kinds: Kinds,
     pub(crate) ending: CancellationToken,
     pub(crate) limits: Limits,
 }
@@ -81,6 +82,7 @@ impl Api {
             watchers: BTreeMap::new(),
             stages: None,
             jobs: None,
+            kinds: Kinds::default(),
             ending: CancellationToken::new(),
             limits: Limits::default(),
         }
@@ -114,6 +116,13 @@ impl Api {
         self
     }
 
+    /// The same, and what is known of these kinds of jobs is added to those that are asked for with less.
+    #[must_use]
+    pub fn kinds(mut self, kinds: Kinds) -> Self {
+        self.kinds = kinds;
+        self
+    }
+
     /// The same, and no longer ready once `ending` is cancelled, although it still serves.
     #[must_use]
     pub fn ending(mut self, ending: CancellationToken) -> Self {
@@ -136,6 +145,7 @@ pub(crate) struct Context {
     pub(crate) watchers: Arc<BTreeMap<String, Watched>>,
     pub(crate) stages: Option<Arc<Stages>>,
     pub(crate) jobs: Option<Arc<dyn Ledger>>,
+    pub(crate) kinds: Arc<Kinds>,
     pub(crate) ending: CancellationToken,
     pub(crate) limits: Arc<Limits>,
     pub(crate) stop: CancellationToken,

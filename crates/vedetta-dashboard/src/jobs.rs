@@ -13,7 +13,7 @@ use vedetta_jobs::wire::{
     Added, Changed, Deleted, Keep, Kept, Listed, MOST_AT_ONCE, OneOrMany, Retried, Settle,
     Settlement, Verdict, Which,
 };
-use vedetta_jobs::{Change, Claim, Job, JobId, JobsError, Ledger, NewJob, status};
+use vedetta_jobs::{Asked, Change, Claim, Job, JobId, JobsError, Ledger, status, wire};
 use vedetta_kv::{CommitError, KvError};
 
 use crate::api::Context;
@@ -87,19 +87,19 @@ fn bounded<T>(items: Vec<T>) -> Result<Vec<T>, ApiError> {
 
 pub(crate) async fn add(
     State(context): State<Context>,
-    JsonBody(body): JsonBody<OneOrMany<NewJob>>,
+    JsonBody(body): JsonBody<OneOrMany<Asked>>,
 ) -> Result<(StatusCode, Json<OneOrMany<Added>>), ApiError> {
     let ledger = ledger(&context)?;
     let (jobs, alone) = match body {
-        OneOrMany::One(job) => (vec![job], true),
-        OneOrMany::Many(jobs) => (bounded(jobs)?, false),
+        OneOrMany::One(asked) => (vec![context.kinds.complete(asked)?], true),
+        OneOrMany::Many(asked) => {
+            let each = bounded(asked)?.into_iter().enumerate().map(|(place, asked)| {
+                let job = context.kinds.complete(asked);
+                job.map_err(|wrong| ApiError::invalid(wire::number(place + 1, &wrong)))
+            });
+            (each.collect::<Result<_, _>>()?, false)
+        }
     };
-    for (number, job) in jobs.iter().enumerate() {
-        job.check().map_err(|wrong| match alone {
-            true => ApiError::from(wrong),
-            false => ApiError::invalid(format!("number {} of them: {wrong}", number + 1)),
-        })?;
-    }
     let enqueued = ledger.enqueue(&jobs).await?;
     let any_new = enqueued.iter().any(|enqueued| enqueued.is_new);
     let status = if any_new { StatusCode::CREATED } else { StatusCode::OK };

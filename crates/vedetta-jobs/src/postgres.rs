@@ -381,7 +381,8 @@ async fn said_before(
     let (ids, tokens) = columns(claims);
     let mut found = Vec::new();
     for row in db.query(sql, &[&ids, &tokens]).await? {
-        let (place, state, due): (i64, i16, i64) = (row.try_get(0)?, row.try_get(1)?, row.try_get(2)?);
+        let (place, state, due): (i64, i16, i64) =
+            (row.try_get(0)?, row.try_get(1)?, row.try_get(2)?);
         let settled = match state {
             DONE | CANCELLED => Settled::Gone,
             DEAD => Settled::Parked,
@@ -431,7 +432,9 @@ impl Jobs for PostgresJobs {
         for row in &rows {
             match given(row)? {
                 Some(given) => jobs.push((row.try_get(9)?, given)),
-                None => rest = Some(row.try_get::<_, Option<i64>>(10)?.map_or(Duration::MAX, delay)),
+                None => {
+                    rest = Some(row.try_get::<_, Option<i64>>(10)?.map_or(Duration::MAX, delay))
+                }
             }
         }
         jobs.sort_unstable_by_key(|(rank, given)| (*rank, given.claim.id));
@@ -459,7 +462,9 @@ impl Jobs for PostgresJobs {
         }
         let (ids, tokens) = columns(held.iter().map(|(claim, _)| claim));
         let progress = |(_, note): &(Claim, Note)| {
-            note.progress.filter(|progress| !progress.is_nan()).map(|progress| progress.clamp(0.0, 1.0))
+            note.progress
+                .filter(|progress| !progress.is_nan())
+                .map(|progress| progress.clamp(0.0, 1.0))
         };
         let message = |(_, note): &(Claim, Note)| {
             note.message.as_deref().map(|message| shortened(message, LONGEST_TEXT))

@@ -275,6 +275,8 @@ impl Jobs for RemoteJobs {
     async fn take(&self, wanted: &Wanted<'_>) -> Result<Taken, JobsError> {
         check_name("queue", wanted.queue)?;
         let (path, mut room) = (format!("{}/take", path(wanted.queue)), wanted.room);
+        let lease = wanted.lease.clamp(*wire::LEASES.start(), *wire::LEASES.end());
+        let lease_ms = u64::try_from(lease.as_millis()).ok();
         let mut taken = Taken::default();
         while room > 0 {
             let asked = json(&wire::Take {
@@ -282,7 +284,7 @@ impl Jobs for RemoteJobs {
                 max: room.min(wire::MOST_TAKEN),
                 wait_ms: 0,
                 capacity: Some(wanted.capacity),
-                lease_ms: Some(u64::try_from(wanted.lease.as_millis()).unwrap_or(u64::MAX)),
+                lease_ms,
             })?;
             let answer: wire::Taken = match self.post(&path, asked).await {
                 Ok(answer) => answer,

@@ -16,19 +16,20 @@ use vedetta_core::JobState;
 use vedetta_core::queue::Settled;
 
 use crate::job::{
-    Claim, Enqueued, Fate, Filter, Given, Job, JobId, JobsError, Json, LARGEST, LONGEST_TEXT, Mode, NewJob,
-    Note, QueueCounts, shortened, status, tail,
+    Claim, Enqueued, Fate, Filter, Given, Job, JobId, JobsError, Json, LARGEST, LONGEST_TEXT, Mode,
+    NewJob, Note, QueueCounts, shortened, status, tail,
 };
 use crate::worker::BACKOFF;
 
-/// How long a lease lasts.
-pub const LEASES: RangeInclusive<Duration> = Duration::from_millis(100)..=Duration::from_secs(3600);
+/// How long a lease may last.
+pub const LEASES: RangeInclusive<Duration> =
+    Duration::from_millis(100)..=Duration::from_secs(24 * 3600);
 /// The longest that a take waits for a job.
 pub const LONGEST_WAIT: Duration = Duration::from_secs(60);
 /// The most that one take is given, as it would be asked for.
 pub const MOST_TAKEN: u32 = 256;
 /// The most jobs, ends or signs of life in one request.
-pub const MOST_AT_ONCE: usize = 1000;
+pub const MOST_AT_ONCE: usize = 10_000;
 /// The most bytes of them.
 pub const LARGEST_BODY: usize = 8 << 20;
 
@@ -600,6 +601,17 @@ impl From<Settlement> for Settled {
     }
 }
 
+/// What is wrong with one of several, from 1.
+pub fn number(number: usize, what: &impl fmt::Display) -> String {
+    format!("number {number} of them: {what}")
+}
+
+/// The same, taken apart.
+pub fn numbered(text: &str) -> Option<(usize, &str)> {
+    let (number, what) = text.strip_prefix("number ")?.split_once(" of them: ")?;
+    Some((number.parse().ok()?, what))
+}
+
 /// What a server says of a request that it refused.
 #[derive(Debug, Deserialize)]
 pub struct Refusal {
@@ -610,8 +622,6 @@ pub struct Refusal {
 /// Why a request was refused.
 #[derive(Debug, Deserialize)]
 pub struct Why {
-    /// In one word.
-    pub code: String,
     /// In a sentence.
     pub message: String,
     /// What to do.
@@ -620,4 +630,91 @@ pub struct Why {
 
 fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_or_many_are_read_as_they_were_written() {
+        let one: OneOrMany<NewJob> =
+            serde_json::from_str(r#"{"kind": "a", "payload": { "b":1.0000000000000000001 }}"#)
+                .unwrap();
+        let OneOrMany::One(job) = one else { panic!("{one:?}") };
+        assert_eq!(job.payload.get(), r#"{ "b":1.0000000000000000001 }"#);
+        let many = serde_json::from_str(r#"[{"kind": "a", "payload": 1}, {"kind": "b"}]"#).unwrap();
+        let OneOrMany::<NewJob>::Many(jobs) = many else { panic!("{many:?}") };
+        assert_eq!((jobs[0].payload.get(), jobs[1].payload.get()), ("1", "null"));
+        for wrong in ["7", r#"{"kind": "a", "colour": 1}"#, r#"[{"colour": 1}]"#, "{}"] {
+            assert!(serde_json::from_str::<OneOrMany<NewJob>>(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_token_comes_back_as_it_went_out() {
+        for token in [0, -1, i64::MAX, i64::MIN] {
+            let token = Token { token, lease: Duration::from_millis(30_000) };
+            let json = serde_json::to_string(&token).unwrap();
+            assert!(json.starts_with('"'), "{json}");
+            assert_eq!(serde_json::from_str::<Token>(&json).unwrap(), token);
+        }
+        for wrong in ["", "7", ":", "a:1", "1:a", "1:-1"] {
+            assert!(wrong.parse::<Token>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn what_a_worker_leaves_to_the_server_depends_on_the_attempts_and_on_nothing_else() {
+        let end = |json: &str| {
+            let json = format!(r#"{{"token": "1:1", {json}}}"#);
+            serde_json::from_str::<Settle>(&json).unwrap().verdict()
+        };
+        let fate = |json: &str, attempts| end(json).unwrap().fate(attempts, 3, 0.0);
+        let failed = r#""outcome": "failed", "error": "no stock""#;
+        for (attempts, seconds) in [(1, 1), (2, 2)] {
+            let fate = fate(failed, attempts);
+            let Fate::Again { after, error } = fate else { panic!("{fate:?}") };
+            assert_eq!((after, error.as_str()), (Duration::from_secs(seconds), "no stock"));
+        }
+        assert!(matches!(fate(failed, 3), Fate::Dead { .. }));
+        let delayed = r#""outcome": "failed", "delay_ms": 5"#;
+        assert!(matches!(fate(delayed, 1), Fate::Again { after, .. } if after.as_millis() == 5));
+        assert!(matches!(fate(delayed, 3), Fate::Dead { .. }), "a delay is no further attempt");
+        let again = r#""outcome": "again", "delay_ms": 5"#;
+        assert!(matches!(fate(again, 3), Fate::Again { .. }));
+        for wrong in [
+            r#""outcome": "snooze""#,
+            r#""outcome": "again""#,
+            r#""outcome": "dead", "result": 1"#,
+            r#""outcome": "done", "error": "no""#,
+            r#""outcome": "done", "delay_ms": 1"#,
+        ] {
+            assert!(matches!(end(wrong), Err(JobsError::Invalid(_))), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn every_end_comes_back_as_it_went_out() {
+        let claim = Claim { id: JobId(7), token: 9 };
+        for fate in [
+            Fate::Done { result: None },
+            Fate::Again { after: Duration::from_millis(3), error: "a".into() },
+            Fate::Dead { error: "b".into() },
+            Fate::Snooze(Duration::from_millis(4)),
+            Fate::Released,
+        ] {
+            let json = serde_json::to_string(&Settle::new(claim, fate.clone())).unwrap();
+            let back: Settle = serde_json::from_str(&json).unwrap();
+            assert_eq!((back.id, back.token.token), (Some(claim.id), claim.token));
+            let Verdict::Clear(back) = back.verdict().unwrap() else { panic!("{json}") };
+            assert_eq!(format!("{back:?}"), format!("{fate:?}"));
+        }
+    }
+
+    #[test]
+    fn a_number_is_taken_apart_as_it_was_put_together() {
+        assert_eq!(numbered(&number(12, &"it is: wrong")), Some((12, "it is: wrong")));
+        assert_eq!(numbered("the payload is wrong"), None);
+    }
 }

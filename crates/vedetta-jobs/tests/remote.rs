@@ -6,8 +6,9 @@ mod suite;
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
+use async_trait::async_trait;
 use tempfile::TempDir;
 use testing::{PATIENCE, soon};
 use tokio::net::TcpListener;
@@ -15,13 +16,14 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use vedetta_core::JobState;
-use vedetta_core::queue::Woken;
+use vedetta_core::queue::{Kept, Settled, Woken};
 use vedetta_dashboard::{Api, serve};
 use vedetta_db::Db;
 use vedetta_jobs::remote::RemoteJobs;
 use vedetta_jobs::sqlite::{SCHEMA, SqliteJobs};
 use vedetta_jobs::{
-    Change, DEFAULT_QUEUE, Fate, Jobs as _, JobsError, Ledger as _, Mode, NewJob, Wanted, Worker,
+    Change, Claim, DEFAULT_QUEUE, Enqueued, Fate, Filter, Job, JobId, Jobs, JobsError, Ledger,
+    Mode, NewJob, Note, Page, QueueCounts, Taken, Wanted, Worker,
 };
 use vedetta_kv::Store;
 
@@ -63,19 +65,107 @@ impl Server {
 struct World {
     folder: Arc<TempDir>,
     server: Arc<Server>,
-    jobs: Arc<RemoteJobs>,
+    jobs: Arc<Both>,
+}
+
+/// Workers are elsewhere, and people at the server.
+struct Both {
+    workers: Arc<RemoteJobs>,
+    people: SqliteJobs,
+}
+
+impl Both {
+    fn new(server: &Server) -> Arc<Self> {
+        Arc::new(Self { workers: server.client(), people: server.jobs.clone() })
+    }
+}
+
+#[async_trait]
+impl Jobs for Both {
+    async fn enqueue(&self, jobs: &[NewJob]) -> Result<Vec<Enqueued>, JobsError> {
+        self.workers.enqueue(jobs).await
+    }
+
+    async fn take(&self, wanted: &Wanted<'_>) -> Result<Taken, JobsError> {
+        self.workers.take(wanted).await
+    }
+
+    async fn keep(&self, held: &[(Claim, Note)]) -> Result<Vec<Kept>, JobsError> {
+        self.workers.keep(held).await
+    }
+
+    async fn settle(&self, ended: &[(Claim, Fate)]) -> Result<Vec<Settled>, JobsError> {
+        self.workers.settle(ended).await
+    }
+
+    async fn woken(&self, queue: &str) -> Woken {
+        self.workers.woken(queue).await
+    }
+}
+
+#[async_trait]
+impl Ledger for Both {
+    async fn job(&self, id: JobId) -> Result<Option<Job>, JobsError> {
+        self.people.job(id).await
+    }
+
+    async fn list(
+        &self,
+        filter: &Filter,
+        before: Option<JobId>,
+        limit: u32,
+    ) -> Result<Page, JobsError> {
+        self.people.list(filter, before, limit).await
+    }
+
+    async fn retry(&self, id: JobId) -> Result<Change, JobsError> {
+        self.people.retry(id).await
+    }
+
+    async fn cancel(&self, id: JobId) -> Result<Change, JobsError> {
+        self.people.cancel(id).await
+    }
+
+    async fn delete(&self, id: JobId) -> Result<Change, JobsError> {
+        self.people.delete(id).await
+    }
+
+    async fn queues(&self) -> Result<Vec<QueueCounts>, JobsError> {
+        self.people.queues().await
+    }
+
+    async fn set_mode(&self, queue: &str, mode: Mode) -> Result<(), JobsError> {
+        self.people.set_mode(queue, mode).await
+    }
+
+    async fn prune(&self, done: Duration, dead: Duration) -> Result<u64, JobsError> {
+        self.people.prune(done, dead).await
+    }
+
+    async fn tick(
+        &self,
+        name: &str,
+        at: SystemTime,
+        job: &NewJob,
+    ) -> Result<Option<Enqueued>, JobsError> {
+        self.people.tick(name, at, job).await
+    }
+
+    async fn last_tick(&self, name: &str) -> Result<Option<SystemTime>, JobsError> {
+        self.people.last_tick(name).await
+    }
 }
 
 impl World {
     async fn on(folder: Arc<TempDir>) -> Self {
         let server = Arc::new(Server::start(&folder, 0).await);
-        let jobs = server.client();
+        let jobs = Both::new(&server);
         Self { folder, server, jobs }
     }
 }
 
 impl suite::World for World {
-    type Jobs = RemoteJobs;
+    type Jobs = Both;
 
     async fn new() -> Self {
         Self::on(Arc::new(tempfile::tempdir().unwrap())).await
@@ -83,7 +173,7 @@ impl suite::World for World {
 
     async fn neighbour(&self) -> Self {
         let (folder, server) = (Arc::clone(&self.folder), Arc::clone(&self.server));
-        Self { folder, jobs: server.client(), server }
+        Self { folder, jobs: Both::new(&server), server }
     }
 
     async fn reopened(self) -> Self {
@@ -92,12 +182,13 @@ impl suite::World for World {
         Self::on(self.folder).await
     }
 
-    fn jobs(&self) -> &Arc<RemoteJobs> {
+    fn jobs(&self) -> &Arc<Both> {
         &self.jobs
     }
 }
 
-jobs_suite!(World);
+jobs_suite!(crate::World);
+ledger_suite!(crate::World);
 
 fn wanted() -> Wanted<'static> {
     let (queue, worker, lease) = (DEFAULT_QUEUE, "anna", Duration::from_secs(60));
@@ -108,24 +199,25 @@ fn wanted() -> Wanted<'static> {
 fn start(server: &Server) -> (vedetta_jobs::Working, mpsc::Receiver<String>) {
     let (told, heard) = mpsc::channel(1000);
     let worker = Worker::new(DEFAULT_QUEUE).capacity(NonZeroU32::new(4).unwrap());
-    let worker = worker.lease(Duration::from_secs(60)).handler("pack", move |_, payload: String| {
-        let told = told.clone();
-        async move {
-            told.send(payload.clone()).await?;
-            if payload == "long" {
-                /// Says when it is dropped.
-                struct Ends(mpsc::Sender<String>);
-                impl Drop for Ends {
-                    fn drop(&mut self) {
-                        let _ = self.0.try_send("ended".into());
+    let worker =
+        worker.lease(Duration::from_secs(60)).handler("pack", move |_, payload: String| {
+            let told = told.clone();
+            async move {
+                told.send(payload.clone()).await?;
+                if payload == "long" {
+                    /// Says when it is dropped.
+                    struct Ends(mpsc::Sender<String>);
+                    impl Drop for Ends {
+                        fn drop(&mut self) {
+                            let _ = self.0.try_send("ended".into());
+                        }
                     }
+                    let _ends = Ends(told);
+                    std::future::pending::<()>().await;
                 }
-                let _ends = Ends(told);
-                std::future::pending::<()>().await;
+                Ok::<_, mpsc::error::SendError<String>>(())
             }
-            Ok::<_, mpsc::error::SendError<String>>(())
-        }
-    });
+        });
     (worker.start(server.client()).unwrap(), heard)
 }
 
@@ -191,8 +283,8 @@ async fn what_is_wrong_is_told_by_what_to_do_next() {
     server.jobs.set_mode("mails", Mode::Draining).await.unwrap();
     let drained = client.enqueue(&[job("a"), job("b").queue("mails")]).await;
     assert!(matches!(&drained, Err(JobsError::Draining(queue)) if queue == "mails"), "{drained:?}");
-    let unasked = Wanted { lease: Duration::from_secs(86_400), ..wanted() };
-    let refused = client.take(&unasked).await;
+    let nobody = Wanted { worker: "an na", ..wanted() };
+    let refused = client.take(&nobody).await;
     assert!(matches!(refused, Err(JobsError::Invalid(_))), "{refused:?}");
     for server in ["https://localhost", "localhost:7070", "", "http://", "http://a/?b"] {
         let refused = RemoteJobs::new(server, None).map(drop);
