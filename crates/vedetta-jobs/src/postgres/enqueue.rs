@@ -299,10 +299,11 @@ async fn insert(
             stored.insert(first, Enqueued { id: JobId(id.unsigned_abs()), is_new });
         }
         for (first, place) in columns.firsts.iter().zip(1..) {
-            enqueued.extend(stored.get(first).map(|stored| Enqueued {
-                is_new: stored.is_new && *first == place,
-                ..*stored
-            }));
+            enqueued.extend(
+                stored
+                    .get(first)
+                    .map(|stored| Enqueued { is_new: stored.is_new && *first == place, ..*stored }),
+            );
         }
     }
     Ok((enqueued.len() == jobs.len()).then_some(enqueued))

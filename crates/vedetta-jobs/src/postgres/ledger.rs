@@ -124,8 +124,7 @@ struct Place {
     columns: &'static str,
 }
 
-const HERE_ALL: Place =
-    Place { rows: "vedetta_job WHERE id < $1 ORDER BY id DESC", columns: HERE };
+const HERE_ALL: Place = Place { rows: "vedetta_job WHERE id < $1 ORDER BY id DESC", columns: HERE };
 /// By the index of what wakes up: few run, whatever waits.
 const HERE_RUNNING: Place = Place {
     rows: "(SELECT * FROM vedetta_job
@@ -263,7 +262,8 @@ impl Desk {
                 FROM vedetta_job_tally GROUP BY queue
             ) AS over USING (queue)
             ORDER BY name";
-        let count = |row: &Row, column| Ok::<_, Error>(row.try_get::<_, i64>(column)?.unsigned_abs());
+        let count =
+            |row: &Row, column| Ok::<_, Error>(row.try_get::<_, i64>(column)?.unsigned_abs());
         let rows = client.query(sql, &[]).await?;
         let queue = |row: &Row| {
             Ok(QueueCounts {

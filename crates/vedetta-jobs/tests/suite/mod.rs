@@ -10,8 +10,10 @@
 pub mod jobs;
 pub mod lives;
 pub mod people;
+pub mod seen;
 pub mod storms;
 pub mod waiting;
+pub mod work;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -283,6 +285,19 @@ macro_rules! jobs_suite {
                 what_happened_before_somebody_waits_wakes_them_too
                 no_job_is_lost_by_a_restart
             }
+            work {
+                fourteen_of_cost_1_run_at_once_on_14_slots
+                a_4k_job_takes_all_14_and_ten_small_ones_run_after_it
+                after_a_1080p_job_five_of_cost_4_run_three_and_then_two
+                parts_of_jobs_take_slots_each_for_itself
+                a_job_far_longer_than_its_lease_runs_once
+                what_a_worker_that_went_away_had_is_soon_anothers
+                a_worker_that_is_stopped_finishes_what_runs_and_gives_back_the_rest
+                a_paused_worker_takes_nothing_until_it_is_resumed
+                whatever_a_handler_does_is_its_jobs_alone
+                a_job_can_ask_to_be_tried_later
+                what_nobody_can_do_is_not_tried_for_ever
+            }
         }
     };
 }
@@ -333,6 +348,12 @@ macro_rules! ledger_suite {
                 a_draining_queue_takes_nothing_on_and_is_worked_off
                 what_is_over_for_long_enough_is_removed
                 of_many_servers_that_tick_one_makes_the_job
+            }
+            seen {
+                progress_and_log_are_seen_while_a_job_runs_and_after
+                a_job_that_is_called_off_is_ended
+                a_failure_is_told_with_its_reason_and_counted
+                a_command_is_a_handler
             }
             storms {
                 a_restart_changes_nothing
