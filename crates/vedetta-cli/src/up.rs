@@ -15,6 +15,7 @@ use vedetta::dashboard::{self, Api};
 use vedetta::db::postgres::Postgres;
 use vedetta::db::{self, DataFolder, Db, FolderError};
 use vedetta::etcd::{self, Endpoint};
+use vedetta::jobs::postgres::PostgresJobs;
 use vedetta::jobs::sqlite::SqliteJobs;
 use vedetta::jobs::{self, Housekeeping, Jobs, Ledger, Working};
 use vedetta::kv::{self, Store};
@@ -88,14 +89,20 @@ async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Resu
     };
     let ending = CancellationToken::new();
     let api = Api::new(store.clone()).ending(ending.clone());
-    let ledger: Arc<dyn Ledger> = Arc::new(SqliteJobs::open(db.clone()).await?);
-    let mut api = match config.jobs.postgres()? {
-        None => api.stages(stage::sqlite::Records::open(db).await?),
+    let (api, ledger): (_, Arc<dyn Ledger>) = match config.jobs.postgres()? {
+        None => {
+            let jobs = SqliteJobs::open(db.clone()).await?;
+            (api.stages(stage::sqlite::Records::open(db).await?), Arc::new(jobs))
+        }
         Some(url) => {
-            let postgres = Postgres::open(&url, &[stage::postgres::SCHEMA]).await;
-            api.stages(stage::postgres::Records::new(postgres.context("jobs.url cannot be used")?))
+            let schemas = [stage::postgres::SCHEMA, jobs::postgres::SCHEMA];
+            let postgres = Postgres::open(&url, &schemas).await;
+            let postgres = postgres.context("jobs.url cannot be used")?;
+            let jobs = PostgresJobs::new(postgres.clone());
+            (api.stages(stage::postgres::Records::new(postgres)), Arc::new(jobs))
         }
     };
+    let mut api = api.jobs(Arc::clone(&ledger)).kinds(config.kinds()?);
     let server = format!("http://{http}");
     let housekeeping =
         Housekeeping::start(&ledger, config.periodic()?, config.retention.retention())?;

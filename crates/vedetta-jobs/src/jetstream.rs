@@ -22,7 +22,6 @@
 
 mod intake;
 mod letter;
-mod monitor;
 mod setup;
 
 use std::num::NonZeroU32;
@@ -48,12 +47,11 @@ use vedetta_core::queue::{Kept, Settled, Woken};
 
 use self::intake::{State, Story};
 use self::letter::{Asked, Death, HEADERS, Letter};
-pub use self::monitor::Monitor;
-use self::monitor::Telling;
 use crate::job::{
     Claim, DEFAULT_QUEUE, Enqueued, Fate, Given, Job, JobId, JobsError, Json, LONGEST_TEXT, NewJob,
     Note, When, check_name, shortened, tail,
 };
+use crate::monitor::{Monitor, Telling};
 use crate::port::{Jobs, Taken, Wanted};
 
 /// How long the server may take to confirm something.

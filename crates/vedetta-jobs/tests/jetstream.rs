@@ -19,10 +19,10 @@ use testing::soon;
 use tokio::task::JoinSet;
 use vedetta_core::JobState;
 use vedetta_core::queue::{Kept, Settled, Woken};
-use vedetta_jobs::jetstream::{JetStream, Monitor, Options};
+use vedetta_jobs::jetstream::{JetStream, Options};
 use vedetta_jobs::{
-    BoxError, Claim, DEFAULT_QUEUE, Enqueued, Fate, Given, Job, JobId, Jobs, JobsError, NewJob,
-    Note, Taken, Wanted, When, Work, Worker, Working,
+    BoxError, Claim, DEFAULT_QUEUE, Enqueued, Fate, Given, Job, JobId, Jobs, JobsError, Monitor,
+    NewJob, Note, Taken, Wanted, When, Work, Worker, Working,
 };
 
 use crate::suite::{HOUR, World, done, eventually};
@@ -817,9 +817,10 @@ async fn users_and_tokens_are_taken_from_the_url_and_never_told() {
 async fn a_monitor_is_told_of_each_step() {
     #[derive(Default)]
     struct Diary(Mutex<Vec<Job>>);
+    #[async_trait::async_trait]
     impl Monitor for Diary {
-        fn tell(&self, job: &Job) {
-            self.0.lock().push(job.clone());
+        async fn tell(&self, jobs: &[Job]) {
+            self.0.lock().extend_from_slice(jobs);
         }
     }
     let server = Server::start().await;

@@ -13,8 +13,8 @@ use super::index::{Lane, LaneNo, Op, Run};
 use super::show::{json, tags_of};
 use super::{Desk, Owned, mode_of, state_number, state_of};
 use crate::job::{
-    Change, Claim, Enqueued, Fate, Given, Job, JobId, JobsError, LONGEST_TEXT, Mode, NewJob, Note, When,
-    check_name, shortened, tail,
+    Change, Claim, Enqueued, Fate, Given, Job, JobId, JobsError, LONGEST_TEXT, Mode, NewJob, Note,
+    When, check_name, shortened, tail,
 };
 use crate::port::Taken;
 

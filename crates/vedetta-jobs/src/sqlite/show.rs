@@ -97,13 +97,14 @@ impl Desk {
 
     /// The ids of those that wait or run, here and elsewhere, if they are few.
     fn few(&self, db: &Connection, status: JobState) -> rusqlite::Result<Option<Vec<i64>>> {
+        // One more than few.
         let elsewhere = match status {
-            JobState::Running => "SELECT id FROM job WHERE state = 11 LIMIT ?1",
-            JobState::Waiting => "SELECT id FROM job WHERE state = 10 LIMIT ?1",
+            JobState::Running => "SELECT id FROM job WHERE state = 11 LIMIT 10001",
+            JobState::Waiting => "SELECT id FROM job WHERE state = 10 LIMIT 10001",
             _ => return Ok(None),
         };
         let mut elsewhere = db.prepare_cached(elsewhere)?;
-        let elsewhere = elsewhere.query_map([FEW + 1], |row| row.get::<_, i64>(0))?;
+        let elsewhere = elsewhere.query_map([], |row| row.get::<_, i64>(0))?;
         let elsewhere = elsewhere.collect::<rusqlite::Result<Vec<i64>>>()?;
         if elsewhere.len() > FEW {
             return Ok(None);
@@ -249,7 +250,8 @@ impl Desk {
                 let oldest = oldest.filter(|at| *at <= now);
                 let over = |state| lane.over[over_index(state)];
                 let of = |state| {
-                    let found = elsewhere.iter().find(|(n, s, ..)| *n == lane.number && *s == state);
+                    let found =
+                        elsewhere.iter().find(|(n, s, ..)| *n == lane.number && *s == state);
                     found.map_or((0, 0), |(_, _, count, cost)| (*count, *cost))
                 };
                 let (running, slots) = of(JobState::Running);
