@@ -11,6 +11,7 @@ mod kv;
 mod output;
 mod queue;
 mod stage;
+mod streams;
 mod up;
 mod watcher;
 
