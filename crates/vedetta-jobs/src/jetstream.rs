@@ -60,8 +60,7 @@ const ANSWER: Duration = Duration::from_secs(5);
 const PUBLISHED: usize = 1000;
 /// A delay longer than this is this.
 const LONGEST_DELAY: Duration = Duration::from_secs(10 * 365 * 86_400);
-/// The server says when a pull has brought all there is, but not when there is nothing, nor when it may not
-/// deliver more: after so long without a word it is asked.
+/// What comes at once comes within so long.
 const AT_ONCE: Duration = Duration::from_millis(5);
 
 /// Messages pulled at once, unless said otherwise.
@@ -189,7 +188,7 @@ struct Shared {
     warnings: Vec<String>,
     telling: Option<Telling>,
     state: Mutex<State>,
-    /// To the intake, see [`Shared::step_back`].
+    /// To the intake: end the pull that is open.
     leave: mpsc::Sender<oneshot::Sender<()>>,
     /// For takes: something came, or a pull ended.
     turn: Notify,
@@ -440,40 +439,61 @@ impl Shared {
         Ok(())
     }
 
-    /// Pulls what there is.
+    /// Pulls what there is. A server says when a pull has brought all of it, but not when there is nothing,
+    /// nor when it may not deliver more: then it is asked.
     async fn look(&self, wanted: &Wanted<'_>) -> Result<(), JobsError> {
-        let Some(number) = self.pull(wanted).await? else {
-            // What has come just now may be on its way through the pull that is open.
-            let turn = self.turn.notified();
-            if self.state.lock().ready.is_empty() {
-                let _ = timeout(AT_ONCE, turn).await;
-            }
+        // What has come just now may be on its way through the pull that is open.
+        let open = self.state.lock().pull.as_ref().map(|pull| pull.number);
+        if let Some(number) = open
+            && !self.ends(number, AT_ONCE).await
+        {
             return Ok(());
-        };
+        }
+        let was_full = self.state.lock().was_full;
+        if !was_full && self.is_there_more().await? == Some(false) {
+            return Ok(());
+        }
+        let Some(number) = self.pull(wanted).await? else { return Ok(()) };
         let mut patience = AT_ONCE;
-        while patience < self.options.fetch_timeout {
+        while !self.ends(number, patience).await {
+            match self.is_there_more().await? {
+                Some(true) => {}
+                // Or it is on its way to here.
+                None if patience < AT_ONCE * 4 => {}
+                _ => break,
+            }
+            patience = (patience * 2).min(ANSWER);
+        }
+        Ok(())
+    }
+
+    /// Whether a pull has ended before nothing was heard of it for so long.
+    async fn ends(&self, number: u64, silence: Duration) -> bool {
+        loop {
             // From here on it is not missed.
             let turn = self.turn.notified();
             if self.state.lock().pull.as_ref().is_none_or(|pull| pull.number != number) {
-                return Ok(());
+                return true;
             }
-            if timeout(patience, turn).await.is_ok() {
-                continue;
-            }
-            let turn = self.turn.notified();
-            let info = self.consumer.get_info().await;
-            let info = info.map_err(|error| unavailable("asking for the consumer", error))?;
-            let most = usize::try_from(info.config.max_ack_pending).unwrap_or(usize::MAX);
-            if info.num_pending > 0 && info.num_ack_pending < most {
-                patience *= 2;
-                continue;
-            }
-            // There is nothing, unless it is on its way.
-            if timeout(AT_ONCE, turn).await.is_err() {
-                return Ok(());
+            if timeout(silence, turn).await.is_err() {
+                return false;
             }
         }
-        Ok(())
+    }
+
+    /// Whether the server has something to deliver; nothing said: others hold something that may come back.
+    async fn is_there_more(&self) -> Result<Option<bool>, JobsError> {
+        let info = self.consumer.get_info().await;
+        let info = info.map_err(|error| unavailable("asking for the consumer", error))?;
+        let most = usize::try_from(info.config.max_ack_pending).unwrap_or(usize::MAX);
+        Ok(if info.num_ack_pending >= most {
+            Some(false)
+        } else if info.num_pending > 0 {
+            Some(true)
+        } else {
+            let all_ours = info.num_ack_pending <= self.state.lock().ours();
+            all_ours.then_some(false)
+        })
     }
 
     /// Opens a pull for what there is, or else for what comes first, if there is room for more than is ready

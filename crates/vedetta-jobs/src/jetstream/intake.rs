@@ -41,6 +41,8 @@ pub(super) struct State {
     inbox: String,
     /// How many there were.
     pulls: u64,
+    /// The last one brought as much as it asked for: there may be more.
+    pub was_full: bool,
     /// Why the last one ended, if it should not have.
     pub fault: Option<String>,
     /// Pulled, and not taken.
@@ -96,6 +98,7 @@ impl State {
             pull: None,
             inbox,
             pulls: 0,
+            was_full: false,
             fault: None,
             ready: VecDeque::new(),
             held: HashMap::new(),
@@ -141,6 +144,7 @@ impl State {
         )]
         let missing = ((f64::from(room) / self.cost) as usize).clamp(1, most);
         self.pulls += 1;
+        self.was_full = false;
         let number = self.pulls;
         self.pull = Some(Pull { number, missing, dead_at: Instant::now() + silence });
         Some((number, missing, format!("{}.{number}", self.inbox)))
@@ -212,6 +216,11 @@ impl State {
         self.held.retain(|_, held| now < held.until);
     }
 
+    /// How many messages are here, and not settled.
+    pub(super) fn ours(&self) -> usize {
+        self.ready.len() + self.held.len()
+    }
+
     /// Where to acknowledge what is ready since before then.
     pub(super) fn came_before(&self, then: Instant) -> Vec<Subject> {
         let early = self.ready.iter().filter(|ready| ready.at < then);
@@ -223,7 +232,7 @@ impl State {
         if let Some(pull) = &mut self.pull {
             pull.missing = pull.missing.saturating_sub(1);
             if pull.missing == 0 {
-                self.pull = None;
+                (self.pull, self.was_full) = (None, true);
             }
         }
         if let Ok(asked) = &letter.asked {
