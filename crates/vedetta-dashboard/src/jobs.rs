@@ -333,7 +333,7 @@ async fn settle_each(
         let claim = Claim { id, token: end.token.token };
         let fate = match end.verdict()? {
             Verdict::Clear(fate) => fate,
-            failed => {
+            failed @ Verdict::Failed { .. } => {
                 let job = ledger.job(id).await?;
                 // Of one that is gone nothing is stored, whatever it is.
                 let (attempts, most) = job.map_or((1, 1), |job| (job.attempts, job.max_attempts));

@@ -1,4 +1,4 @@
-//! The API described as OpenAPI 3.1, for programs that write clients.
+//! The API described as `OpenAPI` 3.1, for programs that write clients.
 //!
 //! That it is true is tested: each route is described and nothing else is, and what the routes answer fits
 //! its schema with no field left over.
@@ -408,7 +408,7 @@ fn input(fields: &[(&str, Value)]) -> Value {
 }
 
 fn schemas() -> Map<String, Value> {
-    let all = [keys(), runs(), stages(), jobs(), work(), general()];
+    let all = [keys(), runs(), stages(), jobs(), queues(), work(), general()];
     all.into_iter().flatten().map(|(name, schema)| (name.to_owned(), schema)).collect()
 }
 
@@ -620,6 +620,11 @@ fn jobs() -> Schemas {
         ("Retried", answer(&[("retried", whole()), ("cursor?", text())])),
         ("JobDeleted", answer(&[("id", whole()), ("deleted", flag())])),
         ("JobChanged", answer(&[("id", whole()), ("status", one("Status"))])),
+    ]
+}
+
+fn queues() -> Schemas {
+    vec![
         (
             "Queue",
             answer(&[

@@ -90,8 +90,8 @@ pub(crate) async fn take(
     check_name("worker", &take.worker)?;
     let lease = take.lease_ms.map_or(LEASE, Duration::from_millis);
     if !LEASES.contains(&lease) {
-        let (least, most) = (millis(*LEASES.start()), millis(*LEASES.end()));
-        return Err(ApiError::invalid(format!("lease_ms is from {least} to {most}")));
+        let (from, to) = (millis(*LEASES.start()), millis(*LEASES.end()));
+        return Err(ApiError::invalid(format!("lease_ms is from {from} to {to}")));
     }
     if take.max == 0 || take.capacity == Some(0) {
         return Err(ApiError::invalid("max and capacity are 1 or more"));

@@ -624,8 +624,6 @@ pub struct Refusal {
 pub struct Why {
     /// In a sentence.
     pub message: String,
-    /// What to do.
-    pub hint: Option<String>,
 }
 
 fn millis(duration: Duration) -> u64 {

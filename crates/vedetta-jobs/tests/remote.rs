@@ -307,7 +307,7 @@ async fn many_ends_and_many_large_ones_go_in_several_requests() {
     let all = Wanted { room: u32::MAX, capacity: u32::MAX, ..wanted() };
     let taken = client.take(&all).await.unwrap();
     assert_eq!(taken.jobs.len(), 1500);
-    let held: Vec<_> = taken.jobs.iter().map(|given| (given.claim, Default::default())).collect();
+    let held: Vec<_> = taken.jobs.iter().map(|given| (given.claim, Note::default())).collect();
     assert_eq!(client.keep(&held).await.unwrap().len(), 1500);
     let large: vedetta_jobs::Json =
         serde_json::value::to_raw_value(&"x".repeat(1_000_000)).unwrap();

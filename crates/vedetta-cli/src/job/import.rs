@@ -145,8 +145,8 @@ fn send(
             };
             anyhow::Error::from(ClientError::Refused { status, message })
         }
-        lost => {
-            anyhow::Error::from(lost).context(format!("lines {first} to {last} may be in, or not"))
+        gone => {
+            anyhow::Error::from(gone).context(format!("lines {first} to {last} may be in, or not"))
         }
     })?;
     done.jobs += added.len() as u64;

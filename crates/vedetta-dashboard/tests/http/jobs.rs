@@ -421,7 +421,7 @@ async fn what_is_wrong_is_refused_with_the_right_status() {
         ("/jobs/first/keep", of(r#""log": "x""#), 422),
     ] {
         let answer = server.json(&format!("POST /api/v1{path}"), &body).await;
-        assert_eq!(answer.status, status, "{path} {:.100}: {answer:?}", body);
+        assert_eq!(answer.status, status, "{path} {body:.100}: {answer:?}");
         assert!(!answer.code().is_empty(), "{answer:?}");
     }
     for (path, status) in [

@@ -96,10 +96,9 @@ impl Described {
 /// A path with ids, one after the other, in the place of names.
 fn filled(path: &str, ids: &str) -> String {
     let mut ids = ids.split(' ');
-    let parts = path.split('/').map(|part| match part.starts_with('{') {
-        true => ids.next().expect("an id for each").to_owned(),
-        false => part.to_owned(),
-    });
+    let parts = path
+        .split('/')
+        .map(|part| if part.starts_with('{') { ids.next().expect("an id for each") } else { part });
     parts.collect::<Vec<_>>().join("/")
 }
 
@@ -158,17 +157,17 @@ async fn what_is_answered_is_what_is_described() {
     let take = json!({"worker": "anna", "max": 3, "wait_ms": 0, "capacity": 1, "lease_ms": 60_000});
     let taken = tell("post", "/queues/{queue}/take", "default", take).await;
     assert_eq!(taken["jobs"].as_array().unwrap().len(), 3);
-    let token = |n: usize| taken["jobs"][n]["token"].clone();
+    let proof = |n: usize| taken["jobs"][n]["token"].clone();
     let of = |n: usize| taken["jobs"][n]["id"].clone();
-    let note = json!({"token": token(0), "progress": 0.5, "message": "half", "log": "a\n"});
+    let note = json!({"token": proof(0), "progress": 0.5, "message": "half", "log": "a\n"});
     tell("post", "/jobs/{id}/keep", &id, note).await;
-    let notes = json!([{"id": of(1), "token": token(1)}, {"id": of(2), "token": "1:1"}]);
+    let notes = json!([{"id": of(1), "token": proof(1)}, {"id": of(2), "token": "1:1"}]);
     tell("post", "/jobs/keep", "", notes).await;
-    let failed = json!({"token": token(0), "outcome": "failed", "error": "no", "delay_ms": 1});
+    let failed = json!({"token": proof(0), "outcome": "failed", "error": "no", "delay_ms": 1});
     tell("post", "/jobs/{id}/settle", &id, failed).await;
     let ends = json!([
-        {"id": of(1), "token": token(1), "outcome": "done", "result": {"ok": true}},
-        {"id": of(2), "token": token(2), "outcome": "snooze", "delay_ms": 60_000},
+        {"id": of(1), "token": proof(1), "outcome": "done", "result": {"ok": true}},
+        {"id": of(2), "token": proof(2), "outcome": "snooze", "delay_ms": 60_000},
         {"id": of(2), "token": "1:1", "outcome": "dead"},
     ]);
     tell("post", "/jobs/settle", "", ends).await;
