@@ -173,7 +173,6 @@ mod tests {
         for frame in 0..commits.len() {
             let mut bad = log.clone();
             bad[HEADER + frame * (FRAME_HEADER + PAGE) + FRAME_HEADER + 100] ^= 1;
-            // A commit that is bad itself hides where the next transaction begins, but for the bytes here.
             assert_eq!(has_lost_transactions(&bad), frame < synced, "frame {frame}");
         }
     }

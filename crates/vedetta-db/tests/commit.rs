@@ -233,7 +233,7 @@ async fn a_lazy_write_can_be_read_at_once_and_is_there_after_closing() {
     let diary = attach(&db).await;
     for n in 1..=3 {
         soon(write_lazily(db.clone(), Some(n))).await.unwrap();
-        assert_eq!(numbers(&db).await, Vec::from_iter(1..=n));
+        assert_eq!(numbers(&db).await, (1..=n).collect::<Vec<_>>());
     }
     soon(write(db.clone(), 4)).await.unwrap();
     soon(write_lazily(db.clone(), Some(5))).await.unwrap();
