@@ -137,10 +137,10 @@ impl Board {
     fn put(&self, number: usize, standing: Standing) {
         let mut parts = self.parts.lock();
         let before = std::mem::replace(&mut parts[number].1, standing);
-        self.work.progress(progress(&parts));
         if !matches!((before, standing), (Standing::Runs(_), Standing::Runs(_))) {
             self.work.message(&message(&parts));
         }
+        self.work.progress(progress(&parts));
     }
 
     fn say(&self, rung: Rung, what: &str) {
