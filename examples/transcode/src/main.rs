@@ -4,6 +4,9 @@
 //! cargo run --release -p transcode -- sample media         some videos to try it with
 //! cargo run --release -p transcode -- add media/*.mp4      into the queue in ./transcode-data
 //! cargo run --release -p transcode -- work                 until Ctrl-C
+//!
+//! … -- --queue http://127.0.0.1:7070 work                  on the queue of a running `vedetta up`
+//! … -- --queue nats://127.0.0.1:4222 work                  on a JetStream: nats pub media.files '{"file": "/films/a.mov"}'
 //! ```
 
 use std::num::NonZeroU32;
@@ -13,7 +16,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::Parser;
 use tokio::signal::unix::{SignalKind, signal};
-use transcode::{Asked, LADDER, Place, Queue, Rung, Tools, sample, worker};
+use transcode::{Asked, LADDER, Place, Queue, Rung, Tools, sample};
 
 /// How long what runs may take when it is to end. What is then ended is tried again by others.
 const GRACE: Duration = Duration::from_secs(10);
@@ -34,9 +37,6 @@ enum Command {
         /// How many slots there are [default: the cores, but two if there are more than four]
         #[arg(long)]
         capacity: Option<NonZeroU32>,
-        /// A worker that is not heard of for so long loses its jobs to others
-        #[arg(long, default_value = "30s", value_parser = humantime::parse_duration)]
-        lease: Duration,
     },
     /// Ask for files to be made into all resolutions
     Add {
@@ -89,10 +89,9 @@ async fn main() -> anyhow::Result<()> {
             }
             queue.close().await?;
         }
-        Command::Work { capacity, lease } => {
+        Command::Work { capacity } => {
             let queue = Queue::open(&place).await?;
-            let worker = worker(queue.name(), tools, capacity).lease(lease);
-            let working = worker.start(queue.jobs())?;
+            let working = queue.worker(tools, capacity).start(queue.jobs())?;
             println!("ready, {} slots", working.slots().1);
             let mut terminate = signal(SignalKind::terminate())?;
             tokio::select! {

@@ -3,13 +3,21 @@
 mod common;
 
 use std::fs::{self, File};
+use std::num::NonZeroU32;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use common::{QUEUE, Stage, alive, until};
-use transcode::{Media, Tools};
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+use transcode::{Asked, Media, Place, Queue, Tools};
 use vedetta::core::JobState;
+use vedetta::dashboard::{self, Api};
+use vedetta::db::Db;
+use vedetta::jobs::sqlite::SqliteJobs;
 use vedetta::jobs::{Change, Job, JobId, Ledger as _};
+use vedetta::kv::Store;
 
 /// Which resolutions were made, and which were there before.
 fn made_and_kept(job: &Job) -> (Vec<String>, Vec<String>) {
@@ -269,6 +277,96 @@ async fn an_output_that_is_too_short_is_not_published() {
     assert!(error.starts_with("144p: what FFmpeg made is no good: it lasts 5"), "{error}");
     assert_eq!(stage.media_folder(), ["film.mp4"]);
     assert!(job.progress < 1.0);
+}
+
+fn place(stage: &Stage, queue: String) -> Place {
+    Place {
+        data: stage.path("data"),
+        queue: Some(queue),
+        stream: "BBMOVIE".into(),
+        subject: "minio.events".into(),
+        durable: "transcode-worker".into(),
+        lease: None,
+    }
+}
+
+#[tokio::test]
+async fn the_same_worker_takes_the_messages_of_strangers_from_a_jetstream() {
+    let stage = Stage::working();
+    stage.open("all");
+    let film = stage.media("film.mp4", 240, 1).await;
+    let server = testing::nats::Server::start().await;
+    let queue = Queue::open(&place(&stage, server.url())).await.unwrap();
+    let stranger = async_nats::jetstream::new(async_nats::connect(server.url()).await.unwrap());
+    for event in [
+        format!(r#"{{"file": {film:?}, "bucket": "films"}}"#),
+        format!(r#"{{"file": {:?}}}"#, stage.path("media").join("none.mp4")),
+    ] {
+        stranger.publish("minio.events", event.into()).await.unwrap().await.unwrap();
+    }
+    let working = queue.worker(stage.tools(), NonZeroU32::new(2)).start(queue.jobs()).unwrap();
+    let outputs = ["film.mp4", "film.mp4.144p.mp4", "film.mp4.240p.mp4"];
+    until("the outputs", || stage.media_folder() == outputs).await;
+    assert_eq!(stage.most_threads(), 2);
+    let count = async |stream| {
+        let stream = stranger.get_stream(stream).await.unwrap();
+        stream.cached_info().state.messages
+    };
+    let settled = async {
+        while (count("BBMOVIE").await, count("BBMOVIE_DEAD").await) != (0, 1) {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    testing::soon("one acknowledged and one dead", settled).await;
+    working.stop(Duration::from_secs(5)).await;
+    queue.close().await.unwrap();
+}
+
+#[tokio::test]
+async fn the_same_worker_takes_the_jobs_of_a_running_vedetta() {
+    let stage = Stage::working();
+    let film = stage.media("film.mp4", 240, 1).await;
+    let mut options = vedetta::db::Options::new(stage.path("vedetta.db"));
+    options.ballast = 0;
+    let schemas = [vedetta::kv::SCHEMA, vedetta::jobs::sqlite::SCHEMA];
+    let db = Db::open(&options, &schemas).unwrap();
+    let store = Store::open(db.clone(), vedetta::kv::Options::default()).await.unwrap();
+    let ledger = Arc::new(SqliteJobs::open(db).await.unwrap());
+    let api = Api::new(store.clone()).jobs(Arc::clone(&ledger) as _);
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let ending = CancellationToken::new();
+    let serving = tokio::spawn(dashboard::serve(listener, api, ending.clone()));
+
+    let queue = Queue::open(&place(&stage, url)).await.unwrap();
+    let asked = Asked { file: film, outputs: Some(stage.path("outputs")), resolutions: vec![] };
+    let added = queue.add(&asked).await.unwrap();
+    let again = queue.add(&asked).await.unwrap();
+    assert_eq!((added.is_new, again.is_new, added.id), (true, false, again.id));
+    let working = queue.worker(stage.tools(), NonZeroU32::new(3)).start(queue.jobs()).unwrap();
+    let job = async || ledger.job(added.id).await.unwrap().unwrap();
+    let told = async {
+        while job().await.message.as_deref() != Some("runs 240p, 144p") {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    testing::soon("it is seen while it runs", told).await;
+    stage.open("all");
+    let done = async {
+        while job().await.status != JobState::Done {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    testing::soon("its end", done).await;
+    let job = job().await;
+    assert_eq!(made_and_kept(&job).0, ["240p", "144p"]);
+    assert!((job.progress - 1.0).abs() < f32::EPSILON);
+    assert!(stage.path("outputs").join("film.mp4.240p.mp4").exists());
+    working.stop(Duration::from_secs(5)).await;
+    queue.close().await.unwrap();
+    ending.cancel();
+    serving.await.unwrap();
+    store.close().await;
 }
 
 /// Ended with the test, however it ends.
