@@ -141,10 +141,7 @@ fn what_cannot_be_declared_is_refused() {
         ("[periodic.a]\nkind = 'x'", "one of every and cron"),
         ("[periodic.a]\nkind = 'x'\ncron = 'soon'", "no cron pattern"),
         ("[jobs]\nurl = 'nats://127.0.0.1:1'", "queue.NAME.nats"),
-        (
-            "[queue.a]\nnats = { stream = 'S', subject = 's', durable = 'd' }",
-            "jobs.url is no nats",
-        ),
+        ("[queue.a]\nnats = { stream = 'S', subject = 's', durable = 'd' }", "jobs.url is no nats"),
     ] {
         config(folder.path(), text);
         let ran = run(folder.path(), &["up", "--http", "127.0.0.1:0"]);
@@ -187,8 +184,7 @@ async fn a_queue_can_be_a_stream_and_its_jobs_are_recorded() {
     assert_eq!(shown["attempts"], 1);
     assert!(shown["connection"].as_str().unwrap().starts_with("nats"), "{shown}");
     assert!(shown["started_at"].is_string() && shown["ended_at"].is_string(), "{shown}");
-    let refused: Ran =
-        server.command(&["job", "add", "film"]).output().unwrap().into();
+    let refused: Ran = server.command(&["job", "add", "film"]).output().unwrap().into();
     assert_eq!(refused.code, 2, "{refused:?}");
     assert!(refused.err.contains("publish to media.events"), "{refused:?}");
 }
