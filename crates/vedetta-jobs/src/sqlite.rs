@@ -1,7 +1,7 @@
 //! Jobs in the embedded SQLite file.
 //!
-//! One process has the file, and keeps in memory which jobs wait and which run, see [`index`]; so a job is
-//! found without a search, however many wait. A job is one row from its beginning to its end. That it runs
+//! One process has the file, and keeps in memory which jobs wait and which run; so a job is found without a
+//! search, however many wait. A job is one row from its beginning to its end. That it runs
 //! is not written to its row: those that were handed out together are one small row of their own, and what
 //! says how long their leases last is in memory. After a restart each lease begins anew, so that a worker in
 //! another process keeps what it has.
