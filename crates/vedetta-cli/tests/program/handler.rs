@@ -34,7 +34,7 @@ fn alive(pid: &str) -> bool {
 }
 
 /// Sleeps, with a child that sleeps beside it, and says who they are.
-const SLEEPS: &str = "[shutdown]\ngrace = '0s'\n[handler.sleep]\ntimeout = '1h'\n\
+const SLEEPS: &str = "[shutdown]\ngrace = '0s'\n[queue.default]\nack-wait = '1s'\n[handler.sleep]\ntimeout = '1h'\n\
     run = ['sh', '-c', 'sleep 600 & echo $$ $! >pids; wait']\n";
 
 fn sleepers(folder: &Path) -> Vec<String> {
