@@ -9,6 +9,7 @@
 //! ```
 
 pub mod bed;
+pub mod jobs;
 pub mod note;
 pub mod story;
 pub mod vfs;
