@@ -55,6 +55,9 @@ pub(super) struct Fault {
     pub until: u64,
 }
 
+/// What a fault is called that takes from a stream what it had confirmed.
+pub(super) const SERVER_KILLED: &str = "server killed";
+
 /// All that is known.
 #[derive(Debug)]
 pub(super) struct Evidence {
@@ -65,9 +68,6 @@ pub(super) struct Evidence {
     pub runs: Vec<Run>,
     pub left: Left,
 }
-
-/// A server that is killed may lose what it confirmed so shortly before, where it is a stream.
-const UNFLUSHED: u64 = 1_000_000;
 
 impl Evidence {
     pub(super) fn check(&self) -> Report {
@@ -114,14 +114,21 @@ impl Evidence {
         faults.first().map(|fault| fault.what)
     }
 
-    /// Whether the server was killed so near to the end of a run that a stream may have forgotten of it.
-    fn forgotten(&self, run: &Run, until: u64) -> bool {
+    /// Why a stream may deliver a job again that has ended, or is about to: it does not flush what it confirms,
+    /// so a kill of its server takes back ends and counts; and a delivery may be on its way to a process that
+    /// does not run, or on a line that is silent, for longer than the lease.
+    fn delivered_again(&self, run: &Run, next: &Run) -> Option<&'static str> {
+        if self.on != Backend::Nats {
+            return None;
+        }
+        let since = Run { from: run.from, ..next.clone() };
         let killed = |fault: &Fault| {
-            fault.what == "server killed"
-                && fault.until >= run.from
-                && fault.from <= until.saturating_add(UNFLUSHED)
+            fault.what == SERVER_KILLED && fault.until >= run.from && fault.from <= next.begun[0]
         };
-        self.on == Backend::Nats && self.faults.iter().any(killed)
+        if self.faults.iter().any(killed) {
+            return Some("stream killed, and its end forgotten");
+        }
+        self.fault(&since, next.begun[0]).map(|_| "stream delivered it late")
     }
 
     fn check_runs(&self, runs: &HashMap<u64, Vec<&Run>>, report: &mut Report) {
@@ -142,23 +149,23 @@ impl Evidence {
             }
             let mut failures = 0;
             for (at, run) in runs.iter().enumerate() {
-                let next = runs.get(at + 1).map(|next| next.begun[0]);
-                let until = run.settled.map_or(next.unwrap_or(u64::MAX), |(at, _)| at);
-                let fault = self.fault(run, until);
+                let next = runs.get(at + 1);
+                let again = next.and_then(|next| self.delivered_again(run, next));
+                let until = run.settled.map(|(at, _)| at).or(next.map(|next| next.begun[0]));
+                let fault = self.fault(run, until.unwrap_or(u64::MAX)).or(again);
                 let is_called_off = asked.called_off.is_some_and(|said| said != CallOff::TooLate);
                 let why = match (run.ended, run.settled) {
                     (Some(Ending::Failed | Ending::Snoozed), Some((_, Answer::Again))) => {
-                        failures += u32::from(run.ended == Some(Ending::Failed));
+                        failures += u32::from(run.ended == Some(Ending::Failed) && again.is_none());
                         Some("as its kind does")
                     }
-                    (Some(Ending::Broken), Some((_, Answer::Again))) => fault,
-                    (_, Some((_, Answer::Gone | Answer::Parked | Answer::Again))) => {
-                        if next.is_some() && !self.forgotten(run, until) {
+                    (_, Some((_, Answer::Gone | Answer::Parked))) => {
+                        if next.is_some() && again.is_none() {
                             wrong("it began again after its end was acknowledged", runs);
                         }
-                        Some("end forgotten with the server")
+                        again.or(Some("after its end"))
                     }
-                    (_, Some((_, Answer::Stale)) | None) => fault,
+                    (_, Some((_, Answer::Again | Answer::Stale)) | None) => fault,
                 };
                 if why.is_none() && !(is_called_off && next.is_none()) {
                     wrong("it was not finished, and nothing had befallen it", runs);
@@ -263,6 +270,7 @@ impl Evidence {
         let mut dead: HashMap<u64, u64> = HashMap::new();
         self.left.dead.iter().for_each(|number| *dead.entry(*number).or_default() += 1);
         report.figures.insert("dead", dead.len() as u64);
+        report.figures.insert("left in the stream", self.left.undone.len() as u64);
         for (number, times) in &dead {
             let kind = self.asked(*number).map(|asked| asked.kind);
             if *times > 1 || kind != Some(Kind::FailsAlways) {

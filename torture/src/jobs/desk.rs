@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 use async_nats::jetstream;
+use async_nats::jetstream::stream::RawMessageErrorKind;
 use serde_json::Value;
 use testing::Proxy;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -36,7 +37,9 @@ pub(super) struct Record {
 pub(super) struct Left {
     /// Of a database: all jobs.
     pub records: Option<Vec<Record>>,
-    /// Of a stream: the numbers of its dead letters.
+    /// Of a stream: the numbers of its messages that are still there.
+    pub undone: Vec<u64>,
+    /// And of its dead letters.
     pub dead: Vec<u64>,
     /// The numbers of effects.
     pub effects: Vec<u64>,
@@ -120,8 +123,9 @@ impl Desk {
                     Ok(queues.iter().map(|q| q.ready + q.scheduled + q.running).sum())
                 }
                 Self::Nats { context, options, .. } => {
-                    let mut stream = context.get_stream(&options.stream).await?;
-                    Ok(stream.info().await?.state.messages)
+                    let stream = context.get_stream(&options.stream).await?;
+                    let info = stream.consumer_info(&options.durable).await?;
+                    Ok(info.num_pending + info.num_ack_pending as u64)
                 }
             }
         })
@@ -145,22 +149,27 @@ impl Desk {
                 Ok(Left { records: Some(records(jobs).await?), effects, ..Left::default() })
             }
             Self::Nats { context, options, .. } => {
-                let mut stream = context.get_stream(&options.stream).await?;
-                let info = stream.consumer_info(&options.durable).await?;
-                let left = (stream.info().await?.state.messages, info.num_pending);
-                ensure!(left == (0, 0), "the stream has {left:?} messages");
-                ensure!(info.num_ack_pending == 0, "{} are delivered", info.num_ack_pending);
-                let mut buried = context.get_stream(&options.dead_stream).await?;
-                let state = buried.info().await?.state.clone();
-                let mut dead = Vec::new();
-                for sequence in state.first_sequence..=state.last_sequence {
-                    let letter = buried.get_raw_message(sequence).await?;
-                    dead.push(serde_json::from_slice::<Task>(&letter.payload)?.number);
-                }
-                Ok(Left { dead, ..Left::default() })
+                let undone = numbers(context, &options.stream).await?;
+                let dead = numbers(context, &options.dead_stream).await?;
+                Ok(Left { undone, dead, ..Left::default() })
             }
         }
     }
+}
+
+/// The numbers of all messages of a stream.
+async fn numbers(context: &jetstream::Context, stream: &str) -> anyhow::Result<Vec<u64>> {
+    let mut stream = context.get_stream(stream).await?;
+    let state = stream.info().await?.state.clone();
+    let mut numbers = Vec::new();
+    for sequence in state.first_sequence..=state.last_sequence {
+        match stream.get_raw_message(sequence).await {
+            Ok(letter) => numbers.push(serde_json::from_slice::<Task>(&letter.payload)?.number),
+            Err(error) if error.kind() == RawMessageErrorKind::NoMessageFound => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(numbers)
 }
 
 async fn records(ledger: &impl Ledger) -> anyhow::Result<Vec<Record>> {

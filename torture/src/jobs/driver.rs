@@ -12,7 +12,7 @@ use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use vedetta_jobs::{Change, Enqueued, JobId, NewJob};
 
-use super::check::{Asked, CallOff, Evidence, Fault, Taken};
+use super::check::{Asked, CallOff, Evidence, Fault, SERVER_KILLED, Taken};
 use super::child::Task;
 use super::desk::Desk;
 use super::log::{self, now};
@@ -72,15 +72,10 @@ pub(super) async fn run(setup: &Setup) -> Report {
     let mut report = evidence.check();
     report.violations.splice(0..0, violations);
     report.took = began.elapsed();
-    keep_evidence(folder, &report);
-    report
-}
-
-/// The logs of a run that went wrong are worth a look.
-fn keep_evidence(folder: tempfile::TempDir, report: &Report) {
     if !report.violations.is_empty() && std::env::var_os("TORTURE_KEEP").is_some() {
-        eprintln!("logs are kept in {}", folder.keep().display());
+        eprintln!("{:?}\nlogs are kept in {}", evidence.faults, folder.keep().display());
     }
+    report
 }
 
 /// What those who ask and those who break things know of each other.
@@ -268,7 +263,7 @@ async fn storm(
                 server.kill();
                 sleep(Duration::from_millis(rng.u64(..300))).await;
                 server.start_again().await;
-                ("server killed", None)
+                (SERVER_KILLED, None)
             }
             Blow::FreezeWorker => {
                 workers.running[at].1.signal(Signal::STOP);
@@ -287,7 +282,12 @@ async fn storm(
                 ("connections silent", None)
             }
         };
-        faults.push(Fault { what, worker, from, until: now() });
+        let mut until = now();
+        if matches!((blow, setup.on), (Blow::KillServer, Backend::Nats)) {
+            // A stream that is back delivers for a while what it has forgotten, or has in mind twice.
+            until += u64::try_from(setup.lease.as_micros()).expect("it is short");
+        }
+        faults.push(Fault { what, worker, from, until });
     }
 }
 

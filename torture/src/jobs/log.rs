@@ -2,6 +2,7 @@
 //!
 //! One line each: when, what, which job, under which claim, and more.
 
+use std::collections::HashMap;
 use std::fs::File;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -152,22 +153,19 @@ pub(super) fn read(folder: &Path, worker: usize) -> Result<Told, String> {
         Err(error) => return Err(format!("{}: {error}", path.display())),
     };
     let mut told = Told::default();
-    // A stream may count its deliveries from an earlier one on after it was killed: the last one counts.
-    let mut last = std::collections::HashMap::new();
+    let mut claims = HashMap::new();
     for line in text.split_inclusive('\n').filter(|line| line.ends_with('\n')) {
-        take_in(&mut told, &mut last, worker, line)
+        take_in(&mut told, &mut claims, worker, line)
             .ok_or_else(|| format!("{}: {line:?} is no line of a log", path.display()))?;
     }
     told.runs.retain(|run| !run.begun.is_empty() || run.settled.is_some());
     Ok(told)
 }
 
-fn take_in(
-    told: &mut Told,
-    last: &mut std::collections::HashMap<Claim, usize>,
-    worker: usize,
-    line: &str,
-) -> Option<()> {
+/// By claim the runs under it: a stream counts deliveries from an earlier one on after it was killed.
+type Claims = HashMap<Claim, Vec<usize>>;
+
+fn take_in(told: &mut Told, claims: &mut Claims, worker: usize, line: &str) -> Option<()> {
     let words: Vec<&str> = line.split_whitespace().collect();
     let [at, what, id, token, more] = words[..] else { return None };
     let at: u64 = at.parse().ok()?;
@@ -175,7 +173,7 @@ fn take_in(
     match what {
         "stalled" => told.stalls.push((more.parse().ok()?, at)),
         "taken" => {
-            last.insert(claim, told.runs.len());
+            claims.entry(claim).or_default().push(told.runs.len());
             told.runs.push(Run {
                 worker,
                 claim,
@@ -187,7 +185,15 @@ fn take_in(
             });
         }
         _ => {
-            let run = told.runs.get_mut(*last.get(&claim)?)?;
+            let under = claims.get(&claim)?;
+            let last = *under.last()?;
+            let awaits = |run: &Run| match what {
+                "ended" => !run.begun.is_empty() && run.ended.is_none(),
+                "settled" => run.ended.is_some() && run.settled.is_none(),
+                _ => false,
+            };
+            let found = under.iter().copied().find(|at| awaits(&told.runs[*at]));
+            let run = &mut told.runs[found.unwrap_or(last)];
             match what {
                 "begun" => {
                     run.number = more.parse().ok()?;
