@@ -153,6 +153,7 @@ impl State {
     /// The next message to hand out; those that are no jobs, or were begun too often, wait to be buried.
     /// It is held until `ack_wait` after it came.
     pub(super) fn next(&mut self, ack_wait: Duration) -> Option<(Arc<Letter>, Asked, Instant)> {
+        self.forget_lapsed(ack_wait);
         let at = (0..self.ready.len()).find(|at| !self.is_poison(&self.ready[*at].letter))?;
         let asked = self.ready[at].letter.asked.clone().ok()?;
         let ready = self.ready.remove(at)?;
@@ -210,10 +211,12 @@ impl State {
         }
     }
 
-    /// What nobody kept is nobody's.
-    fn forget_lapsed(&mut self) {
+    /// What nobody kept is nobody's, nor what was not taken for as long: then this process did not run, and
+    /// somebody else has it.
+    fn forget_lapsed(&mut self, ack_wait: Duration) {
         let now = Instant::now();
         self.held.retain(|_, held| now < held.until);
+        self.ready.retain(|ready| now < ready.at + ack_wait);
     }
 
     /// How many messages are here, and not settled.
@@ -284,7 +287,7 @@ pub(super) async fn run(
                 shared.bury_dead_pull();
                 let overdue = {
                     let mut state = shared.state.lock();
-                    state.forget_lapsed();
+                    state.forget_lapsed(shared.options.ack_wait);
                     state.overdue(patience)
                 };
                 shared.give_back(&overdue).await;

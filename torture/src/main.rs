@@ -1,0 +1,26 @@
+//! The tortures that are commands of their own. The others are tests, see `docs/torture.md`.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use torture::jobs;
+
+/// Breaks things on purpose and looks for what should not have been lost.
+#[derive(Debug, Parser)]
+enum Torture {
+    Jobs(jobs::Command),
+    #[command(hide = true)]
+    JobsWorker(jobs::WorkerProcess),
+    #[command(hide = true)]
+    JobsServer(jobs::ServerProcess),
+}
+
+#[tokio::main]
+async fn main() -> anyhow::Result<ExitCode> {
+    let well = match Torture::parse() {
+        Torture::Jobs(command) => command.run().await?,
+        Torture::JobsWorker(worker) => worker.run().await.map(|()| true)?,
+        Torture::JobsServer(server) => server.run().await.map(|()| true)?,
+    };
+    Ok(if well { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
