@@ -4,7 +4,7 @@ use std::error::Error;
 use std::future::Future;
 use std::time::Duration;
 
-use crate::Failure;
+use crate::{Failure, RunEvent};
 
 /// Something that says what to do: each item is handed out under a lease, and comes back unless it is
 /// settled before the lease lapses.
@@ -39,6 +39,14 @@ pub trait Queue: Send + Sync + 'static {
     /// Returns when there may be more to take than the last [`Self::take`] found, or leases should be
     /// looked at. What happens between two calls is not lost.
     fn woken(&self) -> impl Future<Output = Woken> + Send;
+
+    /// How often it failed before.
+    fn failures(&self, _claim: &Self::Claim) -> u32 {
+        0
+    }
+
+    /// Hears what happens to what was handed out. Whoever works the queue waits for this: it has to be quick.
+    fn told(&self, _claim: &Self::Claim, _event: RunEvent) {}
 }
 
 /// What somebody who works a queue is woken for.

@@ -33,7 +33,14 @@ pub enum RunEvent {
         /// When it runs again.
         again: Moment,
     },
-    /// It was ended from outside and will not run again by itself.
+    /// It ended badly and will not run again by itself.
+    Dead {
+        /// How long it took.
+        took: Duration,
+        /// Why.
+        why: Failure,
+    },
+    /// It was ended from outside: whether it runs again is not this run's business.
     Cancelled,
 }
 

@@ -31,4 +31,4 @@ pub use job::{
 pub use kinds::{Asked, Cost, Kind, Kinds};
 pub use periodic::{Every, Housekeeping, Periodic, Retention};
 pub use port::{Jobs, Ledger, Taken, Wanted};
-pub use worker::{BACKOFF, BoxError, LEASE, Outcome, Work, Worker, Working};
+pub use worker::{BACKOFF, BoxError, JobEvent, LEASE, Outcome, Work, Worker, Working};

@@ -18,6 +18,7 @@ mod ledger;
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use async_trait::async_trait;
@@ -47,6 +48,10 @@ const _: () = assert!(PRIORITY_STEP.as_secs() == 60, "the statements say so, too
 
 /// On it goes what there is to look at in which queue, and who said so.
 const CHANNEL: &str = "vedetta_job";
+
+/// After so many jobs what is left of their rows is cleared away, or after a quarter of those that wait. The
+/// server does it itself, but every minute at best, and a million dead rows slow down who looks for live ones.
+const CLEAR_AFTER: i64 = 200_000;
 
 /// Of so many settlements one sums up what the others counted.
 const SUM_UP: u32 = 200;
@@ -85,6 +90,8 @@ struct Desk {
     /// Those whose rows are committed; none is ever removed.
     queues: Mutex<HashMap<String, i32>>,
     counted: tokio::sync::Mutex<Option<Counted>>,
+    /// How many more jobs may end before the rows they leave behind are cleared away.
+    clear_after: AtomicI64,
 }
 
 /// A count that took long.
@@ -161,6 +168,7 @@ impl PostgresJobs {
             bells: Bells::default(),
             queues: Mutex::default(),
             counted: tokio::sync::Mutex::default(),
+            clear_after: AtomicI64::new(CLEAR_AFTER),
         });
         let rung = Arc::clone(&desk);
         let listener = tokio::spawn(async move {
@@ -235,6 +243,30 @@ impl Desk {
     ) -> Result<(), Error> {
         queues.iter().for_each(|queue| self.bells.ring(queue, what));
         tell(db, queues, what, self.ours).await
+    }
+
+    /// Takes note that jobs ended, and clears away what they left when it is time.
+    fn ended(self: &Arc<Self>, count: usize) {
+        let count = i64::try_from(count).unwrap_or(i64::MAX);
+        let before = self.clear_after.fetch_sub(count, Ordering::Relaxed);
+        if before > 0 && before <= count {
+            let desk = Arc::clone(self);
+            tokio::spawn(async move {
+                let waiting = desk.clear().await.unwrap_or_else(|error| {
+                    tracing::debug!(error = explain(&error), "dead rows are left to the server");
+                    0
+                });
+                desk.clear_after.store(CLEAR_AFTER.max(waiting / 4), Ordering::Relaxed);
+            });
+        }
+    }
+
+    /// How many rows are left.
+    async fn clear(&self) -> Result<i64, PostgresError> {
+        let client = self.db.client().await?;
+        client.batch_execute("VACUUM (SKIP_LOCKED, TRUNCATE off) vedetta_job").await?;
+        let sql = "SELECT reltuples::bigint FROM pg_class WHERE oid = 'vedetta_job'::regclass";
+        Ok(client.query_one(sql, &[]).await?.try_get(0)?)
     }
 
     /// The number of a queue, if there is one of this name.
@@ -433,7 +465,7 @@ impl Jobs for PostgresJobs {
             match given(row)? {
                 Some(given) => jobs.push((row.try_get(9)?, given)),
                 None => {
-                    rest = Some(row.try_get::<_, Option<i64>>(10)?.map_or(Duration::MAX, delay))
+                    rest = Some(row.try_get::<_, Option<i64>>(10)?.map_or(Duration::MAX, delay));
                 }
             }
         }
@@ -491,6 +523,7 @@ impl Jobs for PostgresJobs {
         if fastrand::u32(..SUM_UP) == 0 {
             ledger::sum_up(&client).await?;
         }
+        self.desk.ended(ended.len());
         match self.desk.settle(&client, ended).await.map_err(JobsError::from) {
             Err(JobsError::Failed(_)) if ended.len() > 1 => {}
             settled => return settled,

@@ -23,7 +23,6 @@ use vedetta_db::{
 };
 
 use self::index::{Index, LaneNo, Op};
-use self::show::COLUMNS;
 use crate::bells::Bells;
 use crate::job::{
     Change, Claim, Enqueued, Fate, Filter, Job, JobId, JobsError, Json, Mode, NewJob, Note, Page,
@@ -343,12 +342,7 @@ impl Jobs for SqliteJobs {
 impl Ledger for SqliteJobs {
     async fn job(&self, id: JobId) -> Result<Option<Job>, JobsError> {
         let desk = Arc::clone(&self.desk);
-        let read = self.db.read(move |db| {
-            let sql = format!("SELECT {COLUMNS} FROM job WHERE id = ?1");
-            let number = i64::try_from(id.0).unwrap_or(0);
-            db.prepare_cached(&sql)?.query_row([number], |row| desk.job(row)).optional()
-        });
-        Ok(read.await?)
+        Ok(self.db.read(move |db| desk.one(db, id)).await?)
     }
 
     async fn list(
@@ -358,8 +352,18 @@ impl Ledger for SqliteJobs {
         limit: u32,
     ) -> Result<Page, JobsError> {
         let (desk, filter) = (Arc::clone(&self.desk), filter.clone());
+        let status = filter.status;
         let list = self.db.read(move |db| desk.list(db, &filter, before, limit as usize));
-        Ok(list.await?)
+        let mut page = list.await?;
+        for job in &mut page.jobs {
+            if !self.desk.is_sure(job)
+                && let Some(now) = self.job(job.id).await?
+            {
+                *job = now;
+            }
+        }
+        page.jobs.retain(|job| status.is_none_or(|status| job.status == status));
+        Ok(page)
     }
 
     async fn retry(&self, id: JobId) -> Result<Change, JobsError> {

@@ -19,11 +19,12 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use serde::de::DeserializeOwned;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, broadcast};
 use tokio::time::{Instant, sleep_until, timeout};
 use vedetta_core::queue::{End, Handed, Kept, Settled, Woken};
 use vedetta_core::{
-    Backoff, Command, Failure, Handler, Queue, QueueError, explain, queue, slots::capacity_of,
+    Backoff, Command, Failure, Handler, Queue, QueueError, RunEvent, explain, queue,
+    slots::capacity_of,
 };
 use vedetta_runtime::{Hold, Limits, PullStatus, Puller, Pulling, Room};
 
@@ -45,6 +46,9 @@ pub const LEASE: Duration = Duration::from_secs(30);
 
 /// A queue is looked at after so long without a wake-up.
 const POLL: Duration = Duration::from_secs(1);
+
+/// Events a slow reader of [`Working::events`] may be behind before it misses some.
+const EVENTS_KEPT: usize = 1024;
 
 /// What is told of a job is stored this often at most.
 const TELL: Duration = Duration::from_millis(500);
@@ -208,15 +212,17 @@ impl Worker {
         }
         let puller = Puller { limits, lease: self.lease, beat, poll: POLL };
         let (name, queue) = (self.name.clone(), self.queue.clone());
+        let events = broadcast::Sender::new(EVENTS_KEPT);
         let line = Arc::new(Line {
             jobs,
             worker: self,
             room: Arc::clone(&room),
             news: Arc::default(),
             told_at: Mutex::new(None),
+            events: events.clone(),
         });
         let pulling = puller.start_within(Arc::clone(&room), Feed(Arc::clone(&line)), Does(line));
-        Ok(Working { name, queue, room, pulling })
+        Ok(Working { name, queue, room, events, pulling })
     }
 }
 
@@ -247,10 +253,25 @@ pub struct Working {
     name: String,
     queue: String,
     room: Arc<Room>,
+    events: broadcast::Sender<JobEvent>,
     pulling: Pulling,
 }
 
+/// What happens to a job, in this worker.
+#[derive(Debug, Clone)]
+pub struct JobEvent {
+    /// As it was handed out.
+    pub job: Arc<Given>,
+    /// What.
+    pub event: RunEvent,
+}
+
 impl Working {
+    /// What happens from now on. A reader that is more than 1,024 events behind misses some and is told.
+    pub fn events(&self) -> broadcast::Receiver<JobEvent> {
+        self.events.subscribe()
+    }
+
     /// What it is called.
     pub fn name(&self) -> &str {
         &self.name
@@ -402,6 +423,7 @@ struct Line {
     room: Arc<Room>,
     news: Arc<News>,
     told_at: Mutex<Option<Instant>>,
+    events: broadcast::Sender<JobEvent>,
 }
 
 impl Line {
@@ -536,6 +558,17 @@ impl Queue for Feed {
             biased;
             woken = line.jobs.woken(&line.worker.queue) => woken,
             () = news => Woken::Look,
+        }
+    }
+
+    fn failures(&self, held: &Holding) -> u32 {
+        held.given.attempt.saturating_sub(1)
+    }
+
+    fn told(&self, held: &Holding, event: RunEvent) {
+        if self.0.events.receiver_count() > 0 {
+            // Nobody has to listen.
+            let _ = self.0.events.send(JobEvent { job: Arc::clone(&held.given), event });
         }
     }
 }

@@ -26,7 +26,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use vedetta_core::queue::{End, Kept, Settled, Taken, Woken};
-use vedetta_core::{Backoff, Command, Handler, Queue, QueueError, Slot, explain};
+use vedetta_core::{Backoff, Command, Handler, Moment, Queue, QueueError, RunEvent, Slot, explain};
 
 use crate::LONGEST;
 use crate::room::Room;
@@ -212,6 +212,8 @@ struct Holding<C, I> {
     cost: u32,
     /// Until then the lease is ours for sure.
     sure_until: Instant,
+    /// How long it ran, if it did.
+    took: Option<Duration>,
     at: At<I>,
 }
 
@@ -446,6 +448,7 @@ where
                 number: self.flow.taken,
                 cost,
                 sure_until,
+                took: None,
                 at: At::Waiting(handed.item),
             });
             self.costs.resize(self.costs.len().max(index + 1), 0);
@@ -461,10 +464,16 @@ where
 
     fn start_due(&mut self) {
         let (held, handler, costs) = (&mut self.held, &self.handler, &self.costs);
+        let queue = &self.queue;
         self.runner.start_due(
-            |slot| match std::mem::replace(&mut held[index(slot)].at, At::Running) {
-                At::Waiting(item) => Some(handler.handle(item)),
-                _ => unreachable!("what starts has waited"),
+            |slot| {
+                let held = &mut held[index(slot)];
+                let At::Waiting(item) = std::mem::replace(&mut held.at, At::Running) else {
+                    unreachable!("what starts has waited")
+                };
+                let failures = queue.failures(&held.claim);
+                queue.told(&held.claim, RunEvent::Started { failures });
+                Some(handler.handle(item))
             },
             |slot| costs[index(slot)],
         );
@@ -472,6 +481,7 @@ where
 
     fn run_ended(&mut self, run: Ended<Q::Outcome>) {
         self.run_time.add(run.took);
+        self.held[index(run.slot)].took = Some(run.took);
         let end = match run.outcome {
             Outcome::Done(outcome) => End::Done(outcome),
             Outcome::Failed(failure) => End::Failed(failure),
@@ -486,7 +496,10 @@ where
         self.load -= holding.cost;
         if let At::Lost = holding.at {
             self.flow.stale += 1;
-            self.held.remove(index(slot));
+            let holding = self.held.remove(index(slot));
+            if holding.took.is_some() {
+                self.queue.told(&holding.claim, RunEvent::Cancelled);
+            }
         } else {
             holding.at = At::Over;
             self.unsettled += 1;
@@ -523,8 +536,12 @@ where
                 for ((slot, (_, end)), answer) in
                     settling.slots.into_iter().zip(settling.told).zip(answers)
                 {
-                    self.held.remove(index(slot));
+                    let holding = self.held.remove(index(slot));
                     self.unsettled -= 1;
+                    if let Some(took) = holding.took {
+                        let event = ending(took, &end, answer, self.runner.now());
+                        self.queue.told(&holding.claim, event);
+                    }
                     match (answer, end) {
                         (Settled::Stale, _) => self.flow.stale += 1,
                         (_, End::Done(_)) => self.flow.done += 1,
@@ -609,6 +626,9 @@ where
                         Kept::Ours => {
                             held.sure_until =
                                 held.sure_until.max(keeping.asked + self.options.lease);
+                            if matches!(held.at, At::Running) {
+                                self.queue.told(&held.claim, RunEvent::Running);
+                            }
                         }
                         Kept::Lost => self.lost(slot),
                     }
@@ -698,6 +718,19 @@ where
                 }
             }
         }
+    }
+}
+
+/// What a run that ended is told as.
+fn ending<T>(took: Duration, end: &End<T>, answer: Settled, now: Moment) -> RunEvent {
+    match (end, answer) {
+        (End::Released, _) | (_, Settled::Stale) => RunEvent::Cancelled,
+        (End::Done(_), Settled::Again(after)) => RunEvent::Done { took, again: Some(after) },
+        (End::Done(_), _) => RunEvent::Done { took, again: None },
+        (End::Failed(why), Settled::Again(after)) => {
+            RunEvent::Failed { took, why: why.clone(), again: now + after }
+        }
+        (End::Failed(why), _) => RunEvent::Dead { took, why: why.clone() },
     }
 }
 

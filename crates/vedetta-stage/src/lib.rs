@@ -28,7 +28,7 @@ pub mod sqlite;
 
 pub use entities::Entities;
 pub use entity::{BoxError, Entity, Limits, Stage, Version, Visit};
-pub use processor::{Backend, Ending, Processing, Processor, Saved, StageStatus};
+pub use processor::{Backend, Ending, Processing, Processor, Saved, StageEvent, StageStatus};
 pub use record::{
     Claim, Claimed, Fate, Lane, LaneCounts, Page, Record, Records, Refused, SYSTEM, StageError,
     Which,

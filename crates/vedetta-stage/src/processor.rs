@@ -12,12 +12,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
-use tokio::sync::{Mutex, watch};
+use tokio::sync::{Mutex, broadcast, watch};
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 use vedetta_core::queue::{End, Handed, Kept, Settled, Taken, Woken};
-use vedetta_core::{Failure, Handler, Queue, QueueError, explain};
+use vedetta_core::{Failure, Handler, Queue, QueueError, RunEvent, explain};
 use vedetta_runtime::{PullStatus, Puller, Pulling};
 
 use crate::entity::{BoxError, Entity, Limits, Stage, Version, Visit};
@@ -28,6 +28,9 @@ const SYSTEM_PARALLEL: NonZeroU32 = NonZeroU32::new(512).unwrap();
 
 /// Records claimed at once, at most.
 const CLAIM: u32 = 1024;
+
+/// Events a slow reader of [`Processing::events`] may be behind before it misses some.
+const EVENTS_KEPT: usize = 1024;
 
 /// How often what was counted is written down.
 const NOTE_EVERY: Duration = Duration::from_secs(1);
@@ -169,11 +172,14 @@ impl<E: Entity, B: Backend<E>> Processor<E, B> {
             let (name, limits) = (stage.name().to_owned(), stage.limits());
             lanes.push((*lane, name, limits, Work::Stage(Arc::clone(stage))));
         }
+        let events = broadcast::Sender::new(EVENTS_KEPT);
         let pulls = lanes.into_iter().map(|(lane, name, limits, work)| {
             let counters = Arc::new(Counters::default());
             let queue = StageQueue {
                 backend: self.backend.clone(),
                 lane,
+                stage: name.as_str().into(),
+                events: events.clone(),
                 limits,
                 lease: self.lease,
                 owned: self.shards.clone(),
@@ -196,7 +202,7 @@ impl<E: Entity, B: Backend<E>> Processor<E, B> {
         let counters = pulls.iter().map(|pull| (pull.lane, Arc::clone(&pull.counters))).collect();
         let stop = CancellationToken::new();
         let noting = tokio::spawn(note(records.clone(), counters, stop.clone()));
-        Ok(Processing { pulls, noting: AbortOnDropHandle::new(noting), stop })
+        Ok(Processing { pulls, events, noting: AbortOnDropHandle::new(noting), stop })
     }
 }
 
@@ -269,6 +275,7 @@ async fn note(
 /// A processor at work. Dropped, it ends at once, and what it held comes back when its leases lapse.
 pub struct Processing {
     pulls: Vec<Pull>,
+    events: broadcast::Sender<StageEvent>,
     noting: AbortOnDropHandle<()>,
     stop: CancellationToken,
 }
@@ -284,7 +291,23 @@ pub struct StageStatus {
     pub conflicts: u64,
 }
 
+/// What happens to a record of a stage, in this process.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StageEvent {
+    /// Which stage.
+    pub stage: Arc<str>,
+    /// Which entity, by its id.
+    pub id: Arc<str>,
+    /// What.
+    pub event: RunEvent,
+}
+
 impl Processing {
+    /// What happens from now on. A reader that is more than 1,024 events behind misses some and is told.
+    pub fn events(&self) -> broadcast::Receiver<StageEvent> {
+        self.events.subscribe()
+    }
+
     /// What each stage is at, the system stage first.
     pub fn status(&self) -> Vec<StageStatus> {
         let status = |pull: &Pull| StageStatus {
@@ -405,6 +428,8 @@ impl<E: Entity> Handler<Item<E>> for Work<E> {
 struct StageQueue<E, B> {
     backend: B,
     lane: Lane,
+    stage: Arc<str>,
+    events: broadcast::Sender<StageEvent>,
     limits: Limits,
     lease: Duration,
     owned: watch::Receiver<Arc<[u16]>>,
@@ -549,6 +574,18 @@ impl<E: Entity, B: Backend<E>> Queue for StageQueue<E, B> {
             () = resharded => {}
         }
         Woken::More
+    }
+
+    fn failures(&self, claim: &Claim) -> u32 {
+        claim.failures
+    }
+
+    fn told(&self, claim: &Claim, event: RunEvent) {
+        if self.events.receiver_count() > 0 {
+            let (stage, id) = (Arc::clone(&self.stage), Arc::clone(&claim.id));
+            // Nobody has to listen.
+            let _ = self.events.send(StageEvent { stage, id, event });
+        }
     }
 }
 

@@ -200,8 +200,9 @@ impl Desk {
             let queue = match self.queue(client, name).await? {
                 Some(queue) => queue,
                 None => {
-                    make_queue(client, name).await?;
-                    self.queue(client, name).await?.expect("queues are not removed")
+                    let queue = make_queue(client, name).await?;
+                    self.queues.lock().insert(name.to_owned(), queue);
+                    queue
                 }
             };
             queues.insert(name, queue);
@@ -259,7 +260,7 @@ fn names<'j>(jobs: &[&'j NewJob]) -> BTreeSet<&'j str> {
 }
 
 /// The number of this queue, made if there is none.
-pub(super) async fn make_queue(db: &impl GenericClient, name: &str) -> Result<i32, Error> {
+async fn make_queue(db: &impl GenericClient, name: &str) -> Result<i32, Error> {
     let make = "INSERT INTO vedetta_job_queue (name) VALUES ($1) ON CONFLICT DO NOTHING";
     let find = "SELECT queue FROM vedetta_job_queue WHERE name = $1";
     loop {

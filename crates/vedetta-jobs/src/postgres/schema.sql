@@ -162,9 +162,11 @@ LANGUAGE plpgsql
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_sort = off SET jit = off AS $$
 #variable_conflict use_column
 DECLARE
-    fit   bigint;
-    worth bigint;
-    taken bigint;
+    first_rank timestamptz;
+    first_id   bigint;
+    fit        bigint;
+    worth      bigint;
+    taken      bigint;
 BEGIN
     -- A claim that is lost with the server is as if it had not been made: it need not reach the disk.
     PERFORM set_config('synchronous_commit', 'off', true);
@@ -178,83 +180,99 @@ BEGIN
     THEN
         PERFORM vedetta_job_wake(its_queue);
     END IF;
-    -- How many that is is looked up before any is locked: else others would find too many locked.
-    SELECT count(*), sum(price) INTO fit, worth FROM (
-        SELECT price, sum(price) OVER (ORDER BY rank, id ROWS UNBOUNDED PRECEDING) - price AS before FROM (
-            SELECT least(cost, capacity) AS price, rank, id FROM vedetta_job
-            WHERE queue = its_queue AND state = 1 ORDER BY rank, id LIMIT least(room, 10000)
-        ) AS first
-    ) AS first WHERE before < room;
-    RETURN QUERY UPDATE vedetta_job AS j SET
-        state = 2,
-        token = hashint8extended(j.id, seed),
-        lease = term,
-        wake_at = now() + term * interval '1 microsecond',
-        attempts = j.attempts + 1,
-        worker = who,
-        started_at = now(),
-        changed_at = now(),
-        progress = 0,
-        message = NULL
-    WHERE j.ctid = ANY (ARRAY (
-        SELECT row FROM (
-            SELECT row, sum(price) OVER (ORDER BY rank, id ROWS UNBOUNDED PRECEDING) - price AS before FROM (
-                SELECT ctid AS row, least(cost, capacity) AS price, rank, id FROM vedetta_job
-                WHERE queue = its_queue AND state = 1 ORDER BY rank, id LIMIT fit FOR UPDATE SKIP LOCKED
+    -- The index may begin with many that are gone: they are passed over once.
+    SELECT rank, id INTO first_rank, first_id FROM vedetta_job
+    WHERE queue = its_queue AND state = 1 ORDER BY rank, id LIMIT 1;
+    IF first_id IS NOT NULL THEN
+        -- How many fit is looked up before any is locked: else others would find too many locked.
+        SELECT count(*), sum(price) INTO fit, worth FROM (
+            SELECT price, sum(price) OVER (ORDER BY rank, id ROWS UNBOUNDED PRECEDING) - price AS before FROM (
+                SELECT least(cost, capacity) AS price, rank, id FROM vedetta_job
+                WHERE queue = its_queue AND state = 1 AND (rank, id) >= (first_rank, first_id)
+                ORDER BY rank, id LIMIT least(room, 10000)
             ) AS first
-        ) AS first WHERE before < room))
-    RETURNING j.id, j.token, j.kind, j.payload, j.cost, j.attempts, j.max_attempts, j.timeout, j.tags, j.rank,
-        NULL::bigint;
-    GET DIAGNOSTICS taken = ROW_COUNT;
-    IF worth >= room AND taken >= fit THEN
-        RETURN;
-    END IF;
-    IF EXISTS (SELECT FROM vedetta_job WHERE queue = its_queue AND state = 1) THEN
-        IF taken > 0 THEN
+        ) AS first WHERE before < room;
+        RETURN QUERY UPDATE vedetta_job AS j SET
+            state = 2,
+            token = hashint8extended(j.id, seed),
+            lease = term,
+            wake_at = now() + term * interval '1 microsecond',
+            attempts = j.attempts + 1,
+            worker = who,
+            started_at = now(),
+            changed_at = now(),
+            progress = 0,
+            message = NULL
+        WHERE j.ctid = ANY (ARRAY (
+            SELECT row FROM (
+                SELECT row, sum(price) OVER (ORDER BY rank, id ROWS UNBOUNDED PRECEDING) - price AS before FROM (
+                    SELECT ctid AS row, least(cost, capacity) AS price, rank, id FROM vedetta_job
+                    WHERE queue = its_queue AND state = 1 AND (rank, id) >= (first_rank, first_id)
+                    ORDER BY rank, id LIMIT fit FOR UPDATE SKIP LOCKED
+                ) AS first
+            ) AS first WHERE before < room))
+        RETURNING j.id, j.token, j.kind, j.payload, j.cost, j.attempts, j.max_attempts, j.timeout, j.tags, j.rank,
+            NULL::bigint;
+        GET DIAGNOSTICS taken = ROW_COUNT;
+        IF worth >= room AND taken >= fit THEN
             RETURN;
         END IF;
-        rest := 5000; -- others have them locked
-    ELSE
-        SELECT greatest(0, extract(epoch FROM min(at) - clock_timestamp()) * 1000000)::bigint INTO rest FROM (
-            (SELECT wake_at AS at FROM vedetta_job WHERE queue = its_queue AND state = 0 ORDER BY wake_at LIMIT 1)
-            UNION ALL
-            (SELECT wake_at AS at FROM vedetta_job WHERE queue = its_queue AND state = 2 ORDER BY wake_at LIMIT 1)
-        ) AS next;
+        IF EXISTS (SELECT FROM vedetta_job
+                   WHERE queue = its_queue AND state = 1 AND (rank, id) >= (first_rank, first_id))
+        THEN
+            IF taken = 0 THEN
+                rest := 5000; -- others have them locked
+                RETURN NEXT;
+            END IF;
+            RETURN;
+        END IF;
     END IF;
+    SELECT (extract(epoch FROM min(at) - clock_timestamp()) * 1000000)::bigint INTO rest FROM (
+        (SELECT wake_at AS at FROM vedetta_job
+         WHERE queue = its_queue AND state = 0 AND wake_at > now() ORDER BY wake_at LIMIT 1)
+        UNION ALL
+        (SELECT wake_at AS at FROM vedetta_job
+         WHERE queue = its_queue AND state = 2 AND wake_at > now() ORDER BY wake_at LIMIT 1)
+    ) AS next;
     RETURN NEXT;
 END $$;
 
 -- Has jobs be over that are held with these tokens, or whoever holds them. Which.
+--
+-- Of the indexes only that of the ids fits what this and the next two look for, and not by chance: the others
+-- have conditions on the state, and "state + 0" fulfils none. Nor is there a join to be done in a wrong order.
 CREATE FUNCTION vedetta_job_over(
     ids bigint[], tokens bigint[], states smallint[], results text[], errors text[])
 RETURNS TABLE (its_id bigint, its_token bigint) LANGUAGE plpgsql
-SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_nestloop = off SET enable_mergejoin = off
 SET jit = off AS $$
 #variable_conflict use_column
 BEGIN
     RETURN QUERY WITH ended AS (
-        DELETE FROM vedetta_job AS j
-        USING unnest(ids, tokens, states, results, errors) AS u (id, token, state, result, error)
-        WHERE j.id = u.id AND j.state = 2 AND (tokens IS NULL OR j.token = u.token AND j.wake_at > now())
-        RETURNING j.*, u.state AS fate, u.result, u.error AS why
+        DELETE FROM vedetta_job
+        WHERE id = ANY (ids) AND state + 0 = 2
+              AND (tokens IS NULL OR (token IN (SELECT unnest(tokens))) IS TRUE AND wake_at > now())
+        RETURNING *
     ), moved AS (
         INSERT INTO vedetta_job_over
-        SELECT id, run_at, made_at, now(), CASE WHEN tokens IS NULL THEN 0 ELSE token END, queue, cost,
-               attempts, max_attempts, CASE WHEN fate = 5 THEN 1 ELSE progress END, fate, priority,
-               started_at, timeout, kind, payload, unique_key, tags, worker, message, why, log, result
-        FROM ended
+        SELECT e.id, run_at, made_at, now(), CASE WHEN tokens IS NULL THEN 0 ELSE e.token END, queue, cost,
+               attempts, max_attempts, CASE WHEN u.state = 5 THEN 1 ELSE progress END, u.state, priority,
+               started_at, timeout, kind, payload, unique_key, tags, worker, message, u.error, log, u.result
+        FROM ended AS e JOIN unnest(ids, tokens, states, results, errors) AS u (id, token, state, result, error)
+            ON e.id = u.id AND (tokens IS NULL OR e.token = u.token)
+        RETURNING queue, state
     ), counted AS (
-        INSERT INTO vedetta_job_tally SELECT queue, fate, count(*) FROM ended GROUP BY queue, fate
+        INSERT INTO vedetta_job_tally SELECT queue, state, count(*) FROM moved GROUP BY queue, state
     )
     SELECT id, token FROM ended;
 END $$;
 
--- Has jobs without a key wait again that are held with these tokens: released, with no delay; or later, and
--- with an error if that counts as an attempt. Which, and after how many microseconds they are due. For
--- those with a key see vedetta_job_back; one that another goes on for is never due.
+-- Has jobs wait again that are held with these tokens: released, with no delay; or later, and with an error
+-- if that counts as an attempt. Which, and after how many microseconds they are due; one that another of its
+-- key goes on for is never due.
 CREATE FUNCTION vedetta_job_again(ids bigint[], tokens bigint[], delays bigint[], errors text[])
 RETURNS TABLE (its_id bigint, its_token bigint, its_queue text, due bigint) LANGUAGE plpgsql
-SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_nestloop = off SET enable_mergejoin = off
 SET jit = off AS $$
 #variable_conflict use_column
 DECLARE
@@ -263,20 +281,23 @@ BEGIN
     RETURN QUERY UPDATE vedetta_job AS j SET
         run_at = coalesce(u.at, j.run_at),
         wake_at = coalesce(u.at, j.run_at),
-        rank = coalesce(u.at - j.priority * interval '1 minute', j.rank),
+        rank = coalesce(u.at, j.run_at) - j.priority * interval '1 minute',
         state = CASE WHEN coalesce(u.at, j.run_at) > now() THEN 0 ELSE 1 END,
         attempts = j.attempts - CASE WHEN u.error IS NULL THEN 1 ELSE 0 END,
         error = coalesce(u.error, j.error),
         changed_at = now()
     FROM (SELECT id, token, now() + delay * interval '1 microsecond' AS at, error
           FROM unnest(ids, tokens, delays, errors) AS u (id, token, delay, error)) AS u
-    WHERE j.id = u.id AND j.token = u.token AND j.state = 2 AND j.wake_at > now() AND j.unique_key IS NULL
+    WHERE j.id = ANY (ids) AND j.id = u.id AND j.token = u.token AND j.state + 0 = 2 AND j.wake_at > now()
+          AND j.unique_key || '' IS NULL
     RETURNING j.id, j.token, (SELECT name FROM vedetta_job_queue AS q WHERE q.queue = j.queue),
         (extract(epoch FROM greatest(j.run_at - now(), '0')) * 1000000)::bigint;
     FOR keyed IN
-        SELECT j.id, j.token, j.queue, coalesce(now() + u.delay * interval '1 microsecond', j.run_at) AS at, u.error
+        SELECT j.id, j.token, j.queue, coalesce(now() + u.delay * interval '1 microsecond', j.run_at) AS at,
+               u.error
         FROM unnest(ids, tokens, delays, errors) AS u (id, token, delay, error) JOIN vedetta_job AS j USING (id)
-        WHERE j.token = u.token AND j.state = 2 AND j.wake_at > now() AND j.unique_key IS NOT NULL
+        WHERE j.id = ANY (ids) AND j.token = u.token AND j.state + 0 = 2 AND j.wake_at > now()
+              AND j.unique_key || '' IS NOT NULL
         FOR UPDATE OF j
     LOOP
         its_id := keyed.id;
@@ -294,28 +315,29 @@ END $$;
 CREATE FUNCTION vedetta_job_keep(
     ids bigint[], tokens bigint[], news real[], messages text[], logs text[])
 RETURNS TABLE (its_id bigint, its_token bigint) LANGUAGE plpgsql
-SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_nestloop = off SET enable_mergejoin = off
 SET jit = off AS $$
 #variable_conflict use_column
 BEGIN
     PERFORM set_config('synchronous_commit', 'off', true);
     -- One that somebody has locked is about to be settled or called off, and nobody waits for that: it is
     -- held for as long as it was.
-    RETURN QUERY WITH held AS MATERIALIZED (
-        SELECT j.ctid AS row, u.* FROM unnest(ids, tokens, news, messages, logs)
-            AS u (id, token, progress, message, log) JOIN vedetta_job AS j USING (id)
-        WHERE j.token = u.token AND j.state = 2 AND j.wake_at > now()
-        FOR UPDATE OF j SKIP LOCKED
-    ), kept AS (
-        UPDATE vedetta_job AS j SET
-            wake_at = now() + j.lease * interval '1 microsecond',
-            progress = coalesce(held.progress, j.progress),
-            message = coalesce(held.message, j.message),
-            log = coalesce(held.log, j.log),
-            changed_at = CASE WHEN held.progress IS NULL AND held.message IS NULL AND held.log IS NULL
-                              THEN j.changed_at ELSE now() END
-        FROM held WHERE j.ctid = held.row
+    WITH held AS MATERIALIZED (
+        SELECT id FROM vedetta_job
+        WHERE id = ANY (ids) AND (token IN (SELECT unnest(tokens))) IS TRUE AND state + 0 = 2
+              AND wake_at > now()
+        FOR UPDATE SKIP LOCKED
     )
-    SELECT j.id, j.token FROM unnest(ids, tokens) AS u (id, token) JOIN vedetta_job AS j USING (id)
-    WHERE j.token = u.token AND j.state = 2 AND j.wake_at > now();
+    UPDATE vedetta_job AS j SET
+        wake_at = now() + j.lease * interval '1 microsecond',
+        progress = coalesce(u.progress, j.progress),
+        message = coalesce(u.message, j.message),
+        log = coalesce(u.log, j.log),
+        changed_at = CASE WHEN u.progress IS NULL AND u.message IS NULL AND u.log IS NULL
+                          THEN j.changed_at ELSE now() END
+    FROM held JOIN unnest(ids, tokens, news, messages, logs) AS u (id, token, progress, message, log) USING (id)
+    WHERE j.id = ANY (ids) AND j.id = held.id AND j.token = u.token;
+    RETURN QUERY SELECT id, token FROM vedetta_job
+    WHERE id = ANY (ids) AND (token IN (SELECT unnest(tokens))) IS TRUE AND state + 0 = 2
+          AND wake_at > now();
 END $$;

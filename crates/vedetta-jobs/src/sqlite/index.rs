@@ -81,6 +81,8 @@ pub(super) fn over_index(state: JobState) -> usize {
 pub(super) struct Index {
     pub(super) lanes: Vec<Lane>,
     pub(super) runs: HashMap<JobId, Run>,
+    /// Those that ended, until that is on the disk: who looks at the file sees them run.
+    ending: HashMap<JobId, Run>,
     /// How many of those that were handed out together are not settled.
     pub(super) takes: HashMap<i64, usize>,
     pub(super) last_id: u64,
@@ -156,6 +158,9 @@ impl Index {
     /// Makes a change, which is taken back if its write is undone.
     pub(super) fn change(&mut self, op: Op) {
         let back = self.apply(op);
+        if let Op::Run { id, run: Some(run) } = &back {
+            self.ending.insert(*id, run.clone());
+        }
         self.journal.now.push(back);
     }
 
@@ -180,6 +185,18 @@ impl Index {
             self.change(Op::Leave { lane, id, run_at, rank, is_due: false });
             self.change(Op::Wait { lane, id, run_at, rank, is_due: true });
         }
+    }
+
+    /// The run of a job, also of one that ended if the file may not have it yet.
+    pub(super) fn run(&self, id: JobId) -> Option<&Run> {
+        self.runs.get(&id).or_else(|| self.ending.get(&id))
+    }
+
+    /// Whether a job waits as the file has it.
+    pub(super) fn waits(&self, lane: LaneNo, id: JobId, run_at: i64, priority: i16) -> bool {
+        let lane = &self.lanes[lane];
+        lane.later.contains_key(&(run_at, id))
+            || lane.ready.contains_key(&(rank(run_at, priority), id))
     }
 
     /// Prolongs a lease. That is not taken back with anything.
@@ -237,6 +254,7 @@ impl Index {
                         lane.leases.insert((run.until, id));
                         lane.slots += u64::from(run.cost);
                         *self.takes.entry(run.token).or_default() += 1;
+                        self.ending.remove(&id);
                         self.runs.insert(id, run)
                     }
                     None => self.runs.remove(&id),
@@ -286,7 +304,13 @@ impl Index {
 
     /// The oldest is on the disk.
     pub(super) fn publish(&mut self) {
-        self.journal.sealed.pop_front();
+        for op in self.journal.sealed.pop_front().unwrap_or_default() {
+            if let Op::Run { id, run: Some(run) } = op
+                && self.ending.get(&id).is_some_and(|ending| ending.token == run.token)
+            {
+                self.ending.remove(&id);
+            }
+        }
     }
 
     /// All that is not on the disk is lost.

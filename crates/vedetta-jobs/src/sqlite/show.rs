@@ -5,7 +5,7 @@ use vedetta_db::Clock;
 use vedetta_db::rusqlite::types::Value;
 use vedetta_db::rusqlite::{self, Connection, OptionalExtension as _, Row, params_from_iter};
 
-use super::index::{Lane, over_index};
+use super::index::{Lane, Run, over_index};
 use super::{Desk, state_number, state_of};
 use crate::job::{Filter, Job, JobId, Json, Page, QueueCounts};
 
@@ -14,13 +14,36 @@ const WINDOW: u64 = 50_000;
 /// Up to so many of a kind are looked up one by one, wherever they are.
 const FEW: usize = 10_000;
 
-/// The columns of a job, in the order that [`Desk::job`] reads them.
-pub(super) const COLUMNS: &str = "id, queue, kind, state, cost, priority, attempts, max_attempts, run_at, \
+/// The columns of a job, in the order that [`Desk::shown`] reads them.
+const COLUMNS: &str = "id, queue, kind, state, cost, priority, attempts, max_attempts, run_at, \
     queued_at, updated_at, started_at, ended_at, timeout, progress, unique_key, worker, tags, \
-    message, error, payload, result, log";
+    message, error, payload, result, log, token";
 
 impl Desk {
-    pub(super) fn job(&self, row: &Row<'_>) -> rusqlite::Result<Job> {
+    /// One job. Whether it runs is asked before its row: what ends between is then seen in the row.
+    pub(super) fn one(&self, db: &Connection, id: JobId) -> rusqlite::Result<Option<Job>> {
+        let run = self.index.lock().run(id).cloned();
+        let sql = format!("SELECT {COLUMNS} FROM job WHERE id = ?1");
+        let number = i64::try_from(id.0).unwrap_or(0);
+        let mut find = db.prepare_cached(&sql)?;
+        find.query_row([number], |row| self.shown(row, run.as_ref())).optional()
+    }
+
+    /// One of a list. What ended since the list was begun may look as if it waited, see [`Self::is_sure`].
+    fn job(&self, row: &Row<'_>) -> rusqlite::Result<Job> {
+        let id = JobId(row.get::<_, i64>(0)?.unsigned_abs());
+        let run = self.index.lock().run(id).cloned();
+        self.shown(row, run.as_ref())
+    }
+
+    /// Whether it stands where it seems to, or has gone on since its row was read.
+    pub(super) fn is_sure(&self, job: &Job) -> bool {
+        let index = self.index.lock();
+        let waits = |lane| index.waits(lane, job.id, Clock::at(job.run_at), job.priority);
+        job.status != JobState::Waiting || index.lane(&job.queue).is_some_and(waits)
+    }
+
+    fn shown(&self, row: &Row<'_>, run: Option<&Run>) -> rusqlite::Result<Job> {
         let id = JobId(row.get::<_, i64>(0)?.unsigned_abs());
         let (number, mut status): (i64, _) = (row.get(1)?, state_of(row.get(3)?));
         let mut attempts: u32 = row.get(6)?;
@@ -29,14 +52,16 @@ impl Desk {
         let mut worker: Option<String> = row.get(16)?;
         let index = self.index.lock();
         let queue = index.lane_of(number).map(|lane| index.lanes[lane].name.clone());
-        if let Some(run) = index.runs.get(&id).filter(|_| status == JobState::Waiting) {
+        drop(index);
+        let given_back: Option<i64> = row.get(23)?;
+        let runs = |run: &&Run| status == JobState::Waiting && Some(run.token) != given_back;
+        if let Some(run) = run.filter(runs) {
             status = JobState::Running;
             attempts += 1;
             started_at = Some(run.started_at);
             updated_at = updated_at.max(run.started_at);
             worker = Some(run.worker.to_string());
         }
-        drop(index);
         let tags: Option<String> = row.get(17)?;
         Ok(Job {
             id,

@@ -341,6 +341,7 @@ macro_rules! ledger_suite {
                 what_is_tried_again_by_hand_begins_anew
                 a_list_has_what_all_of_the_filter_fits_newest_first
                 pages_have_each_job_once_while_others_come_and_go
+                who_watches_a_job_sees_it_go_forward_only
                 a_search_of_many_goes_on_until_there_is_no_next
                 queues_count_what_they_have_in_each_state
                 what_becomes_due_counts_as_ready

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use testing::soon;
 use tokio::task::JoinSet;
 use vedetta_core::JobState::{self, Cancelled, Dead, Done, Running, Waiting};
 use vedetta_core::queue::{Kept, Settled, Woken};
@@ -255,6 +256,43 @@ pub async fn pages_have_each_job_once_while_others_come_and_go<W: LedgerWorld>()
         assert!(seen.is_sorted_by(|newer, older| newer > older), "newest first, each once");
         assert!(stays.iter().all(|id| seen.contains(id)), "none is missed: {status:?}");
     }
+}
+
+pub async fn who_watches_a_job_sees_it_go_forward_only<W: LedgerWorld>() {
+    let world = W::new().await;
+    let jobs = world.add_many(60).await;
+    let place = |state: JobState| [Waiting, Running, Done].iter().position(|is| *is == state);
+    let work = async {
+        loop {
+            let given = world.take(5).await;
+            if given.is_empty() {
+                return;
+            }
+            for given in given {
+                world.finish(given.claim).await;
+            }
+        }
+    };
+    let watch = async {
+        for id in &jobs {
+            let mut seen = place(Waiting);
+            while seen != place(Done) {
+                let now = place(world.state(*id).await);
+                assert!(now >= seen, "{id}: {now:?} after {seen:?}");
+                seen = now;
+            }
+        }
+    };
+    let list = async {
+        let filter = Filter { status: Some(Waiting), ..Filter::default() };
+        let mut waiting = jobs.len();
+        while waiting > 0 {
+            let now = world.all(&filter).await.len();
+            assert!(now <= waiting, "{now} wait after {waiting}");
+            waiting = now;
+        }
+    };
+    soon("all is done", async { tokio::join!(work, watch, list) }).await;
 }
 
 pub async fn a_search_of_many_goes_on_until_there_is_no_next<W: LedgerWorld>() {

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::sync::watch;
-use vedetta_core::{Backoff, Command};
-use vedetta_jobs::{BoxError, Jobs, NewJob, Outcome, Work, Worker, Working};
+use vedetta_core::{Backoff, Command, RunEvent};
+use vedetta_jobs::{BoxError, JobEvent, Jobs, NewJob, Outcome, Work, Worker, Working};
 
 use super::{Ask as _, QUEUE, World, eventually};
 
@@ -278,6 +278,7 @@ pub async fn whatever_a_handler_does_is_its_jobs_alone<W: World>() {
         })
         .timeout("once-more", Duration::from_millis(100));
     let working = start(&world, worker);
+    let mut events = working.events();
     world.add(NewJob::new("once-more")).await;
     add(&world, "beside", 1).await;
     eventually("it is done at last", async || working.status().flow.done == 1).await;
@@ -286,6 +287,29 @@ pub async fn whatever_a_handler_does_is_its_jobs_alone<W: World>() {
         stage.begun().into_iter().filter(|name| name.starts_with("try")).collect();
     assert_eq!(tries, ["try 1", "try 2", "try 3", "try 4"]);
     assert_eq!(working.status().flow.failed, 3);
+    let mut heard = Vec::new();
+    while let Ok(JobEvent { job, event }) = events.try_recv() {
+        if job.kind == "once-more" {
+            heard.push(match event {
+                RunEvent::Started { failures } => format!("started after {failures}"),
+                RunEvent::Failed { why, .. } => format!("failed: {why}"),
+                RunEvent::Done { again: None, .. } => "done".into(),
+                RunEvent::Running => continue,
+                other => panic!("{other:?}"),
+            });
+        }
+    }
+    let expected = [
+        "started after 0",
+        "failed: no stock",
+        "started after 1",
+        "failed: it panicked: no plan",
+        "started after 2",
+        "failed: it took longer than 100ms",
+        "started after 3",
+        "done",
+    ];
+    assert_eq!(heard, expected);
 }
 
 pub async fn a_job_can_ask_to_be_tried_later<W: World>() {

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::sync::watch;
+use vedetta_core::RunEvent;
 use vedetta_stage::{Backend as _, Records as _, SYSTEM, Version, Visit};
 
 use super::{
@@ -37,6 +38,37 @@ pub async fn an_order_goes_through_its_stages_and_comes_to_rest<W: World>() {
     assert_eq!(order.version, Version(4), "saved once by each stage");
     assert_eq!(runs.load(Ordering::Relaxed), 3);
     assert_eq!(processing.stop(HOUR).await, 0);
+}
+
+pub async fn what_happens_to_a_run_is_told_as_it_happens<W: World>() {
+    let world = W::new().await;
+    let runs = Arc::new(AtomicUsize::new(0));
+    let step = Step::new("packing").when("new").does(move |order| {
+        let is_first = runs.fetch_add(1, Ordering::Relaxed) == 0;
+        async move {
+            if is_first { Err("no box".into()) } else { Ok(Visit::updated(order.is("packed"))) }
+        }
+    });
+    let processing = world.process([step]).await;
+    let mut events = processing.events();
+    world.order(1).await;
+    eventually("it is packed", async || world.get(1).await.state == "packed").await;
+    world.rests().await;
+    assert_eq!(processing.stop(HOUR).await, 0);
+    let mut heard = Vec::new();
+    while let Ok(told) = events.try_recv() {
+        if &*told.stage == "packing" {
+            assert_eq!(&*told.id, "1");
+            heard.push(match told.event {
+                RunEvent::Started { failures } => format!("started after {failures}"),
+                RunEvent::Failed { why, .. } => format!("failed: {why}"),
+                RunEvent::Done { again, .. } => format!("done, again {again:?}"),
+                other => format!("{other:?}"),
+            });
+        }
+    }
+    let expected = ["started after 0", "failed: no box", "started after 1", "done, again None"];
+    assert_eq!(heard, expected);
 }
 
 pub async fn the_round_ends_when_stages_leave_the_order_as_it_is<W: World>() {

@@ -340,6 +340,7 @@ macro_rules! suite {
             }
             flow {
                 an_order_goes_through_its_stages_and_comes_to_rest
+                what_happens_to_a_run_is_told_as_it_happens
                 the_round_ends_when_stages_leave_the_order_as_it_is
                 every_stage_is_asked_and_those_that_want_it_get_it_after_a_random_delay
                 without_a_spread_a_wanted_stage_is_due_at_once
