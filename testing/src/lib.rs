@@ -1,9 +1,10 @@
-//! What tests need of the world outside: real etcd clusters and PostgreSQL servers, and links that can be cut.
+//! What tests need of the world outside: real etcd clusters, NATS and PostgreSQL servers, and links that can be cut.
 //!
 //! Only ever a dev-dependency. What cannot be had panics and says why.
 #![allow(clippy::missing_panics_doc, reason = "a test that cannot have its world should panic")]
 
 pub mod etcd;
+pub mod nats;
 pub mod postgres;
 mod proxy;
 

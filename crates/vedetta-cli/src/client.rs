@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use clap::Args;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_encode};
-use serde::Deserialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use ureq::http::{Method, Request, Response, Uri, header};
 use ureq::{Agent, Body};
@@ -114,6 +114,18 @@ impl Client {
         self.ask(Method::GET, path, None)
     }
 
+    /// Sends something with JSON in it that must stay as it was written.
+    pub(crate) fn post<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        body: &impl Serialize,
+    ) -> Result<T, ClientError> {
+        let body = serde_json::to_string(body);
+        let body =
+            body.map_err(|error| ClientError::Refused { status: 422, message: error.to_string() })?;
+        self.send(Method::POST, path, Some(body))
+    }
+
     /// Sends a request and reads the answer.
     pub(crate) fn ask<T: DeserializeOwned>(
         &self,
@@ -121,12 +133,20 @@ impl Client {
         path: &str,
         body: Option<Value>,
     ) -> Result<T, ClientError> {
+        self.send(method, path, body.map(|body| body.to_string()))
+    }
+
+    fn send<T: DeserializeOwned>(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<String>,
+    ) -> Result<T, ClientError> {
         let mut request = self.request(method, path);
         if body.is_some() {
             request = request.header(header::CONTENT_TYPE, "application/json");
         }
-        let body = body.map(|body| body.to_string()).unwrap_or_default();
-        let request = request.body(body).map_err(|_| self.bad_server())?;
+        let request = request.body(body.unwrap_or_default()).map_err(|_| self.bad_server())?;
         let config = self.agent.configure_request(request).timeout_global(Some(WHOLE));
         let mut answer = self.answered(self.agent.run(config.build()))?;
         let read = answer.body_mut().with_config().limit(ANSWER).read_json();

@@ -82,7 +82,7 @@ pub(crate) enum ConfigError {
     )]
     Store(String),
     #[error(
-        "jobs.url begins with {0:?}: give \"embedded\", the file in the data folder, or a PostgreSQL as \"postgres://user@host/database\""
+        "jobs.url begins with {0:?}: give \"embedded\", the file in the data folder, a PostgreSQL as \"postgres://user@host/database\", or a NATS as \"nats://host:4222\""
     )]
     Jobs(String),
     #[error("store.url cannot be used: {0}")]
@@ -111,6 +111,16 @@ pub(crate) enum ConfigError {
     NoCosts(String),
     #[error("handler.{0}.costs is set: name the payload's field that it is for, as cost-from")]
     CostsOfWhat(String),
+    #[error("queue.{0}.nats is set, but jobs.url is no nats://…")]
+    NoNats(String),
+    #[error("jobs.url is a NATS: say of at least one queue what its stream is, as queue.NAME.nats")]
+    NoStream,
+    #[error("queue.{0}: {1}")]
+    Stream(String, String),
+    #[error("queue.{0}.{1} is for streams: it goes with queue.{0}.nats")]
+    OnlyStreams(String, &'static str),
+    #[error("periodic.{0}: the queue {1:?} is a stream, which keeps no time")]
+    TickStream(String, String),
     #[error("periodic.{0} needs one of every and cron; zone goes with cron")]
     TickWhen(String),
     #[error("periodic.{0}: {1}")]
@@ -153,7 +163,7 @@ pub(crate) struct Store {
     quota: Size,
 }
 
-/// The `[jobs]` table: where the queues of stages are.
+/// The `[jobs]` table: where jobs and the queues of stages are.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub(crate) struct Jobs {
@@ -167,18 +177,29 @@ impl Default for Jobs {
 }
 
 impl Jobs {
-    /// The URL of a PostgreSQL; nothing for the file in the data folder. A URL may hold a password, so it
-    /// may come from the environment.
-    pub(crate) fn postgres(&self) -> Result<Option<String>, ConfigError> {
+    /// Where jobs are. A URL may hold a password, so it may come from the environment.
+    pub(crate) fn at(&self) -> Result<JobsAt, ConfigError> {
         let url = std::env::var(JOBS_URL).unwrap_or_else(|_| self.url.clone());
         let (scheme, _) = url.split_once(':').unwrap_or((&url, ""));
         match scheme {
-            "embedded" => Ok(None),
-            "postgres" | "postgresql" => Ok(Some(url)),
+            "embedded" => Ok(JobsAt::Embedded),
+            "postgres" | "postgresql" => Ok(JobsAt::Postgres(url)),
+            "nats" | "tls" => Ok(JobsAt::Nats(url)),
             // The rest of it may be a secret.
             scheme => Err(ConfigError::Jobs(scheme.to_owned())),
         }
     }
+}
+
+/// Where jobs are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum JobsAt {
+    /// In the data folder.
+    Embedded,
+    /// In a PostgreSQL.
+    Postgres(String),
+    /// Those of queues that say so in streams of a NATS, the rest in the data folder.
+    Nats(String),
 }
 
 /// The `[http]` table.
@@ -273,7 +294,6 @@ impl Config {
             message,
         })?;
         config.store.check()?;
-        config.jobs.postgres()?;
         config.watch.iter().try_for_each(|(name, watch)| watch.check(name))?;
         config.check_jobs()?;
         Ok(config)

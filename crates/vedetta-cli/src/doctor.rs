@@ -12,7 +12,7 @@ use vedetta::db::postgres::Postgres;
 use vedetta::db::{self, DataFolder};
 use vedetta::kv;
 
-use crate::config::{Config, Place};
+use crate::config::{Config, JobsAt, Place};
 use crate::exit::No;
 use crate::output::{self, Format};
 
@@ -92,7 +92,9 @@ impl Doctor {
             http_port(addresses.http, holder.as_deref()),
             etcd_port(addresses.etcd, holder.as_deref()),
         ];
-        checks.extend(config.jobs.postgres()?.map(|url| jobs(&url)));
+        if let JobsAt::Postgres(url) = config.jobs.at()? {
+            checks.push(jobs(&url));
+        }
         checks.extend(PROGRAMS.map(|(program, package)| optional(program, package)));
         let watchers = config.watch.iter().map(|(name, watch)| ("watch", &name.0, watch.program()));
         let handlers = config.handler.iter();

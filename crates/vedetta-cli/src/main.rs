@@ -6,9 +6,12 @@ mod completions;
 mod config;
 mod doctor;
 mod exit;
+mod job;
 mod kv;
 mod output;
+mod queue;
 mod stage;
+mod streams;
 mod up;
 mod watcher;
 
@@ -33,6 +36,8 @@ struct Cli {
 enum Command {
     Up(up::Up),
     Kv(kv::Kv),
+    Job(job::Job),
+    Queue(queue::Queue),
     Watcher(watcher::Watcher),
     Stage(stage::Stage),
     Doctor(doctor::Doctor),
@@ -45,6 +50,8 @@ fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Up(up) => up.run(),
         Command::Kv(kv) => kv.run(out),
+        Command::Job(job) => job.run(out),
+        Command::Queue(queue) => queue.run(out),
         Command::Watcher(watcher) => watcher.run(out),
         Command::Stage(stage) => stage.run(out),
         Command::Doctor(doctor) => doctor.run(out),

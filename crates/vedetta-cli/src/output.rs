@@ -62,12 +62,15 @@ pub(crate) fn one_line(text: &str) -> String {
 /// One line of JSON.
 pub(crate) fn json(out: &mut impl Write, value: &impl Serialize) -> io::Result<()> {
     let text = serde_json::to_string(value)?;
-    // Such characters stand in strings only, where JSON has its own escape for them.
+    // Such characters stand in strings only, where JSON has its own escape for them; but for the white space
+    // of what came as it was written, which stands between them only.
     let safe = text.chars().fold(String::with_capacity(text.len()), |mut safe, c| {
-        if is_harmful(c) {
-            let _ = write!(safe, "\\u{:04x}", u32::from(c));
-        } else {
-            safe.push(c);
+        match c {
+            '\n' | '\r' | '\t' => safe.push(' '),
+            c if is_harmful(c) => {
+                let _ = write!(safe, "\\u{:04x}", u32::from(c));
+            }
+            c => safe.push(c),
         }
         safe
     });
@@ -118,6 +121,10 @@ mod tests {
         json(&mut out, &"\u{1b}\u{9b}\u{202e}\n").unwrap();
         assert_eq!(out, b"\"\\u001b\\u009b\\u202e\\n\"\n");
         assert_eq!(one_line("a\n\u{1b}b"), "a \\u{1b}b");
+        let mut out = Vec::new();
+        let written = serde_json::value::RawValue::from_string("[1,\r\n\t2]".to_owned()).unwrap();
+        json(&mut out, &written).unwrap();
+        assert_eq!(out, b"[1,   2]\n");
     }
 
     #[test]

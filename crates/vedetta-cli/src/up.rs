@@ -1,3 +1,4 @@
+use std::collections::BTreeMap;
 use std::io::{self, IsTerminal as _, Write as _};
 use std::net::SocketAddr;
 use std::path::Path;
@@ -15,13 +16,16 @@ use vedetta::dashboard::{self, Api};
 use vedetta::db::postgres::Postgres;
 use vedetta::db::{self, DataFolder, Db, FolderError};
 use vedetta::etcd::{self, Endpoint};
+use vedetta::jobs::jetstream::JetStream;
+use vedetta::jobs::postgres::PostgresJobs;
 use vedetta::jobs::sqlite::SqliteJobs;
 use vedetta::jobs::{self, Housekeeping, Jobs, Ledger, Working};
 use vedetta::kv::{self, Store};
 use vedetta::runtime::{Keys, Watching};
 use vedetta::stage;
 
-use crate::config::{Addresses, Config, ConfigError, Place};
+use crate::config::{Addresses, Config, ConfigError, JobsAt, Place};
+use crate::streams::Recorded;
 
 /// Run the store with its HTTP API, page and etcd endpoint, and the declared watchers, until Ctrl-C or SIGTERM
 ///
@@ -88,20 +92,19 @@ async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Resu
     };
     let ending = CancellationToken::new();
     let api = Api::new(store.clone()).ending(ending.clone());
-    let ledger: Arc<dyn Ledger> = Arc::new(SqliteJobs::open(db.clone()).await?);
-    let mut api = match config.jobs.postgres()? {
-        None => api.stages(stage::sqlite::Records::open(db).await?),
-        Some(url) => {
-            let postgres = Postgres::open(&url, &[stage::postgres::SCHEMA]).await;
-            api.stages(stage::postgres::Records::new(postgres.context("jobs.url cannot be used")?))
-        }
-    };
+    let (api, ledger, streams) = open_jobs(config, db, api).await?;
+    let mut api = api.jobs(Arc::clone(&ledger)).kinds(config.kinds()?);
     let server = format!("http://{http}");
     let housekeeping =
         Housekeeping::start(&ledger, config.periodic()?, config.retention.retention())?;
-    let workers = config.workers(&server).into_iter();
-    let workers = workers.map(|worker| worker.start(Arc::clone(&ledger) as Arc<dyn Jobs>));
-    let workers = workers.collect::<Result<Vec<Working>, _>>()?;
+    let mut workers = Vec::new();
+    for (queue, worker) in config.workers(&server) {
+        let jobs: Arc<dyn Jobs> = match streams.get(queue) {
+            Some(stream) => Arc::clone(stream) as _,
+            None => Arc::clone(&ledger) as _,
+        };
+        workers.push(worker.start(jobs)?);
+    }
     let mut watchers = Vec::new();
     for (name, watch) in &config.watch {
         // Each has a connection of its own: one that is busy does not hold up the others.
@@ -146,6 +149,9 @@ async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Resu
             stop_watchers(watchers, config.shutdown.grace),
             stop_workers(workers, config.shutdown.grace),
         );
+        for stream in streams.into_values() {
+            stream.close().await;
+        }
         stop.cancel();
         drain(&mut serving, until.saturating_duration_since(Instant::now())).await;
         store.close().await;
@@ -156,6 +162,29 @@ async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Resu
     }
     tracing::info!("stopped");
     Ok(())
+}
+
+type Streams = BTreeMap<String, Arc<JetStream>>;
+
+/// Opens what keeps the jobs and the queues of stages, and shows it.
+async fn open_jobs(
+    config: &Config,
+    db: Db,
+    api: Api,
+) -> anyhow::Result<(Api, Arc<dyn Ledger>, Streams)> {
+    let at = config.jobs.at()?;
+    if let JobsAt::Postgres(url) = at {
+        let schemas = [stage::postgres::SCHEMA, jobs::postgres::SCHEMA];
+        let postgres = Postgres::open(&url, &schemas).await.context("jobs.url cannot be used")?;
+        let api = api.stages(stage::postgres::Records::new(postgres.clone()));
+        return Ok((api, Arc::new(PostgresJobs::new(postgres)), Streams::new()));
+    }
+    let api = api.stages(stage::sqlite::Records::open(db.clone()).await?);
+    let jobs = SqliteJobs::open(db).await?;
+    let JobsAt::Nats(url) = at else { return Ok((api, Arc::new(jobs), Streams::new())) };
+    let opened = Recorded::open(jobs, &url, config.streams()?).await;
+    let (recorded, streams) = opened.context("jobs.url cannot be used")?;
+    Ok((api, Arc::new(recorded), streams))
 }
 
 /// The clock cannot count to the end of time.

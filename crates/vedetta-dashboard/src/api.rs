@@ -7,12 +7,14 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::extract::{DefaultBodyLimit, State};
+use axum::handler::Handler;
 use axum::http::StatusCode;
 use axum::middleware;
-use axum::routing::{get, post};
+use axum::routing::{self, MethodRouter};
 use serde::{Deserialize, Serialize};
 use tokio_util::sync::CancellationToken;
 use vedetta_core::Revision;
+use vedetta_jobs::{Kinds, Ledger, wire};
 use vedetta_kv::Store;
 use vedetta_runtime::Handle;
 
@@ -20,7 +22,7 @@ use crate::error::ApiError;
 use crate::input::JsonBody;
 use crate::json::Json;
 use crate::stages::{self, Stages};
-use crate::{guard, kv, leases, page, watch, watchers};
+use crate::{guard, jobs, kv, leases, openapi, page, queues, watch, watchers};
 
 /// Bytes of a request's body.
 const BODY: usize = 2 << 20;
@@ -31,6 +33,8 @@ pub struct Api {
     pub(crate) store: Store,
     pub(crate) watchers: BTreeMap<String, Watched>,
     pub(crate) stages: Option<Arc<Stages>>,
+    pub(crate) jobs: Option<Arc<dyn Ledger>>,
+    pub(crate) kinds: Kinds,
     pub(crate) ending: CancellationToken,
     pub(crate) limits: Limits,
 }
@@ -77,6 +81,8 @@ impl Api {
             store,
             watchers: BTreeMap::new(),
             stages: None,
+            jobs: None,
+            kinds: Kinds::default(),
             ending: CancellationToken::new(),
             limits: Limits::default(),
         }
@@ -103,6 +109,20 @@ impl Api {
         self
     }
 
+    /// The same with the jobs of a database.
+    #[must_use]
+    pub fn jobs(mut self, jobs: Arc<dyn Ledger>) -> Self {
+        self.jobs = Some(jobs);
+        self
+    }
+
+    /// The same, and what is known of these kinds of jobs is added to those that are asked for with less.
+    #[must_use]
+    pub fn kinds(mut self, kinds: Kinds) -> Self {
+        self.kinds = kinds;
+        self
+    }
+
     /// The same, and no longer ready once `ending` is cancelled, although it still serves.
     #[must_use]
     pub fn ending(mut self, ending: CancellationToken) -> Self {
@@ -124,6 +144,8 @@ pub(crate) struct Context {
     pub(crate) store: Store,
     pub(crate) watchers: Arc<BTreeMap<String, Watched>>,
     pub(crate) stages: Option<Arc<Stages>>,
+    pub(crate) jobs: Option<Arc<dyn Ledger>>,
+    pub(crate) kinds: Arc<Kinds>,
     pub(crate) ending: CancellationToken,
     pub(crate) limits: Arc<Limits>,
     pub(crate) stop: CancellationToken,
@@ -131,29 +153,84 @@ pub(crate) struct Context {
     pub(crate) listening: IpAddr,
 }
 
+/// A method, a path, and who answers. [`crate::openapi`] describes each.
+pub(crate) type Route = (&'static str, &'static str, MethodRouter<Context>);
+
+fn get<H: Handler<T, Context>, T: 'static>(path: &'static str, handler: H) -> Route {
+    ("GET", path, routing::get(handler))
+}
+
+fn put<H: Handler<T, Context>, T: 'static>(path: &'static str, handler: H) -> Route {
+    ("PUT", path, routing::put(handler))
+}
+
+fn post<H: Handler<T, Context>, T: 'static>(path: &'static str, handler: H) -> Route {
+    ("POST", path, routing::post(handler))
+}
+
+fn delete<H: Handler<T, Context>, T: 'static>(path: &'static str, handler: H) -> Route {
+    ("DELETE", path, routing::delete(handler))
+}
+
+/// The same for larger bodies.
+fn large((method, path, handler): Route) -> Route {
+    (method, path, handler.layer(DefaultBodyLimit::max(wire::LARGEST_BODY)))
+}
+
+/// All of the API; the pages are not part of it.
+pub(crate) fn routes() -> Vec<Route> {
+    vec![
+        get("/api/v1/kv", kv::list),
+        // No key at all.
+        get("/api/v1/kv/", kv::get),
+        put("/api/v1/kv/", kv::put),
+        delete("/api/v1/kv/", kv::delete),
+        get("/api/v1/kv/{*key}", kv::get),
+        put("/api/v1/kv/{*key}", kv::put),
+        delete("/api/v1/kv/{*key}", kv::delete),
+        get("/api/v1/leases", leases::list),
+        post("/api/v1/leases", leases::grant),
+        get("/api/v1/leases/{id}", leases::show),
+        delete("/api/v1/leases/{id}", leases::revoke),
+        post("/api/v1/leases/{id}/keep", leases::keep),
+        get("/api/v1/watch", watch::watch),
+        get("/api/v1/watchers", watchers::list),
+        get("/api/v1/watchers/{name}", watchers::show),
+        post("/api/v1/watchers/{name}/resync", watchers::resync),
+        get("/api/v1/stages", stages::list),
+        get("/api/v1/stages/{entity}", stages::entity),
+        get("/api/v1/stages/{entity}/{id}", stages::show),
+        post("/api/v1/stages/{entity}/{stage}/{id}/retry", stages::retry),
+        large(post("/api/v1/jobs", jobs::add)),
+        get("/api/v1/jobs", jobs::list),
+        post("/api/v1/jobs/retry", jobs::retry_all),
+        large(post("/api/v1/jobs/keep", jobs::keep_all)),
+        large(post("/api/v1/jobs/settle", jobs::settle_all)),
+        get("/api/v1/jobs/{id}", jobs::show),
+        delete("/api/v1/jobs/{id}", jobs::delete),
+        post("/api/v1/jobs/{id}/retry", jobs::retry),
+        post("/api/v1/jobs/{id}/cancel", jobs::cancel),
+        post("/api/v1/jobs/{id}/keep", jobs::keep),
+        post("/api/v1/jobs/{id}/settle", jobs::settle),
+        get("/api/v1/queues", queues::list),
+        post("/api/v1/queues/{queue}/pause", queues::pause),
+        post("/api/v1/queues/{queue}/resume", queues::resume),
+        post("/api/v1/queues/{queue}/drain", queues::drain),
+        post("/api/v1/queues/{queue}/take", queues::take),
+        get("/api/v1/queues/{queue}/wake", queues::wake),
+        post("/api/v1/compact", compact),
+        get("/api/v1/overview", overview),
+        get("/api/v1/openapi.json", openapi::document),
+        get("/healthz", healthz),
+        get("/readyz", readyz),
+    ]
+}
+
 pub(crate) fn router(context: Context) -> Router {
-    let v1 = Router::new()
-        .route("/kv", get(kv::list))
-        .route("/kv/", get(kv::get).put(kv::put).delete(kv::delete))
-        .route("/kv/{*key}", get(kv::get).put(kv::put).delete(kv::delete))
-        .route("/leases", get(leases::list).post(leases::grant))
-        .route("/leases/{id}", get(leases::show).delete(leases::revoke))
-        .route("/leases/{id}/keep", post(leases::keep))
-        .route("/watch", get(watch::watch))
-        .route("/watchers", get(watchers::list))
-        .route("/watchers/{name}", get(watchers::show))
-        .route("/watchers/{name}/resync", post(watchers::resync))
-        .route("/stages", get(stages::list))
-        .route("/stages/{entity}", get(stages::entity))
-        .route("/stages/{entity}/{id}", get(stages::show))
-        .route("/stages/{entity}/{stage}/{id}/retry", post(stages::retry))
-        .route("/compact", post(compact))
-        .route("/overview", get(overview));
-    Router::new()
-        .nest("/api/v1", v1)
+    let routes = routes().into_iter();
+    routes
+        .fold(Router::new(), |router, (_, path, handler)| router.route(path, handler))
         .merge(page::routes())
-        .route("/healthz", get(healthz))
-        .route("/readyz", get(readyz))
         .fallback(async || ApiError::no_such_route())
         .method_not_allowed_fallback(async || ApiError::wrong_method())
         .layer(DefaultBodyLimit::max(BODY))

@@ -51,7 +51,7 @@ impl<T: DeserializeOwned> FromRequest<Context> for JsonBody<T> {
 
 fn unreadable(why: &BytesRejection) -> ApiError {
     if why.status() == StatusCode::PAYLOAD_TOO_LARGE {
-        ApiError::too_large("the body is larger than 2 MiB")
+        ApiError::too_large("the body is larger than 2 MiB, or with many jobs 8 MiB")
     } else {
         ApiError::new(StatusCode::BAD_REQUEST, "unreadable", "the body could not be read")
     }

@@ -1,4 +1,4 @@
-//! The HTTP API of the store, its watchers and stages, and their page.
+//! The HTTP API of the store, its watchers, stages and jobs, and their page.
 //!
 //! ```text
 //!  accept ─► a place among the connections ─► head within its time ─► Host, Origin ─► route ─► store, watchers
@@ -12,10 +12,13 @@ mod api;
 mod error;
 mod guard;
 mod input;
+mod jobs;
 mod json;
 mod kv;
 mod leases;
+mod openapi;
 mod page;
+mod queues;
 mod serve;
 mod stages;
 mod watch;

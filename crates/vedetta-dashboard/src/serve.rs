@@ -21,6 +21,8 @@ pub async fn serve(listener: TcpListener, api: Api, stop: CancellationToken) {
         store: api.store,
         watchers: Arc::new(api.watchers),
         stages: api.stages,
+        jobs: api.jobs,
+        kinds: Arc::new(api.kinds),
         ending: api.ending,
         limits: Arc::clone(&limits),
         stop: stop.clone(),

@@ -237,6 +237,8 @@ mod tests {
                 store: store.clone(),
                 watchers: Arc::default(),
                 stages: None,
+                jobs: None,
+                kinds: Arc::default(),
                 ending: CancellationToken::new(),
                 limits: Arc::new(Limits::default()),
                 stop: CancellationToken::new(),

@@ -404,11 +404,11 @@ pub mod status {
     }
 
     #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde wants it so")]
-    pub(super) fn serialize<S: Serializer>(state: &JobState, to: S) -> Result<S::Ok, S::Error> {
+    pub(crate) fn serialize<S: Serializer>(state: &JobState, to: S) -> Result<S::Ok, S::Error> {
         to.serialize_str(word(*state))
     }
 
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<JobState, D::Error> {
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<JobState, D::Error> {
         let text = String::deserialize(from)?;
         parse(&text).ok_or_else(|| serde::de::Error::custom(format!("{text:?} is no status")))
     }

@@ -15,12 +15,16 @@
 
 mod bells;
 mod declared;
+pub mod jetstream;
 mod job;
 mod kinds;
+mod monitor;
 mod periodic;
 mod port;
 pub mod postgres;
+pub mod remote;
 pub mod sqlite;
+pub mod wire;
 mod worker;
 
 pub use job::{
@@ -29,6 +33,7 @@ pub use job::{
     NewJob, Note, PRIORITY_STEP, Page, QueueCounts, When, check_name, status,
 };
 pub use kinds::{Asked, Cost, Kind, Kinds};
+pub use monitor::Monitor;
 pub use periodic::{Every, Housekeeping, Periodic, Retention};
 pub use port::{Jobs, Ledger, Taken, Wanted};
 pub use worker::{BACKOFF, BoxError, JobEvent, LEASE, Outcome, Work, Worker, Working};

@@ -28,6 +28,7 @@ use crate::job::{
     Change, Claim, Enqueued, Fate, Filter, Job, JobId, JobsError, Json, Mode, NewJob, Note, Page,
     QueueCounts,
 };
+use crate::monitor::Monitor;
 use crate::port::{Jobs, Ledger, Taken, Wanted};
 
 /// The tables of the jobs, for [`Db::open`].
@@ -65,10 +66,16 @@ pub const SCHEMA: Schema = Schema {
             error        TEXT,
             payload      TEXT NOT NULL,
             result       TEXT,
-            log          TEXT
+            log          TEXT,
+            -- Of a job that is kept elsewhere, and this its record: where, and its id there.
+            connection   TEXT,
+            foreign_id   INTEGER
         ) STRICT;
         CREATE INDEX job_over ON job (queue, state, ended_at) WHERE ended_at IS NOT NULL;
-        CREATE INDEX job_failed ON job (state, id) WHERE state > 2;
+        CREATE INDEX job_failed ON job (state, id) WHERE state IN (3, 4);
+        -- 10 and 11: waiting and running elsewhere.
+        CREATE INDEX job_elsewhere ON job (state, queue, cost) WHERE state > 9;
+        CREATE UNIQUE INDEX job_foreign ON job (connection, foreign_id) WHERE connection IS NOT NULL;
         -- Jobs that were handed out together: ids one after the other, 8 bytes each, the highest first.
         CREATE TABLE job_take (
             token  INTEGER PRIMARY KEY,
@@ -98,6 +105,7 @@ fn state_of(number: i64) -> JobState {
         2 => JobState::Done,
         3 => JobState::Dead,
         4 => JobState::Cancelled,
+        11 => JobState::Running,
         _ => JobState::Waiting,
     }
 }
@@ -379,7 +387,8 @@ impl Ledger for SqliteJobs {
     }
 
     async fn queues(&self) -> Result<Vec<QueueCounts>, JobsError> {
-        Ok(self.desk.queues())
+        let desk = Arc::clone(&self.desk);
+        Ok(self.db.read(move |db| desk.queues(db)).await?)
     }
 
     async fn set_mode(&self, queue: &str, mode: Mode) -> Result<(), JobsError> {
@@ -432,5 +441,16 @@ impl Ledger for SqliteJobs {
             Ok(at.map(Clock::time))
         });
         Ok(read.await?)
+    }
+}
+
+#[async_trait]
+impl Monitor for SqliteJobs {
+    async fn tell(&self, jobs: &[Job]) {
+        let jobs = jobs.to_owned();
+        let record = move |tx: &Connection, desk: &Desk| desk.record(tx, &jobs);
+        if let Err(error) = self.write(Purpose::Store, record).await {
+            tracing::warn!(error = vedetta_core::explain(&error), "steps of jobs are not recorded");
+        }
     }
 }

@@ -102,13 +102,18 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// A worker of this queue, as wide as the machine: see [`capacity_of`].
+    /// The slots of this machine: see [`capacity_of`].
+    pub fn width() -> NonZeroU32 {
+        let cores = std::thread::available_parallelism();
+        capacity_of(cores.unwrap_or(std::num::NonZeroUsize::MIN))
+    }
+
+    /// A worker of this queue, with as many slots as the machine has.
     pub fn new(queue: impl Into<String>) -> Self {
-        let cores = std::thread::available_parallelism().unwrap_or(std::num::NonZeroUsize::MIN);
         Self {
             queue: queue.into(),
             name: format!("{}-{:08x}", std::process::id(), fastrand::u32(..)),
-            capacity: capacity_of(cores),
+            capacity: Self::width(),
             lease: LEASE,
             heartbeat: None,
             backoff: BACKOFF,

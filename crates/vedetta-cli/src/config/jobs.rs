@@ -5,6 +5,7 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use serde::Deserialize;
+use vedetta::jobs::jetstream::Options;
 use vedetta::jobs::{
     Asked, Cost, DEFAULT_QUEUE, Every, JobsError, Kind, Kinds, LEASE, Periodic, Retention, When,
     Worker, check_name,
@@ -12,7 +13,7 @@ use vedetta::jobs::{
 use vedetta::runtime::Command;
 
 use super::watch::{LONGEST, Run, Time};
-use super::{Config, ConfigError};
+use super::{Config, ConfigError, JobsAt};
 
 /// The name of a queue, a kind or a periodic job.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
@@ -32,8 +33,20 @@ impl TryFrom<String> for JobName {
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub(crate) struct Queue {
     capacity: Capacity,
-    pub(crate) ack_wait: Option<Time>,
-    pub(crate) heartbeat: Option<Time>,
+    ack_wait: Option<Time>,
+    heartbeat: Option<Time>,
+    fetch_batch: Option<NonZeroU32>,
+    fetch_timeout: Option<Time>,
+    nats: Option<Nats>,
+}
+
+/// The stream that a queue is.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct Nats {
+    stream: String,
+    subject: String,
+    durable: String,
 }
 
 /// Slots, or as many as the machine has.
@@ -177,7 +190,7 @@ impl Config {
     }
 
     /// A worker for each queue that has handlers. Commands find the server in `VEDETTA_SERVER`.
-    pub(crate) fn workers(&self, server: &str) -> Vec<Worker> {
+    pub(crate) fn workers(&self, server: &str) -> BTreeMap<&str, Worker> {
         let mut workers: BTreeMap<&str, Worker> = BTreeMap::new();
         for (kind, handler) in &self.handler {
             let queue = handler.queue();
@@ -188,28 +201,70 @@ impl Config {
             let command = command.variable("VEDETTA_SERVER", server);
             workers.insert(queue, worker.command(&kind.0, command));
         }
-        workers.into_values().collect()
+        workers
+    }
+
+    /// The streams that queues are.
+    pub(crate) fn streams(&self) -> Result<Vec<Options>, ConfigError> {
+        let mut streams = Vec::new();
+        for (name, queue) in &self.queue {
+            let Some(nats) = &queue.nats else { continue };
+            let mut options =
+                Options::new(&nats.stream, &nats.subject, &nats.durable, queue.slots());
+            options.queue.clone_from(&name.0);
+            options.ack_wait = queue.lease();
+            options.heartbeat = queue.heartbeat();
+            options.fetch_batch = queue.fetch_batch.unwrap_or(options.fetch_batch);
+            options.fetch_timeout =
+                queue.fetch_timeout.map_or(options.fetch_timeout, |time| time.0);
+            // A message of somebody else is for the one who works here.
+            let mut kinds = self.handler.iter().filter(|(_, handler)| handler.queue() == name.0);
+            options.default_kind = match (kinds.next(), kinds.next()) {
+                (Some((kind, _)), None) => Some(kind.0.clone()),
+                _ => None,
+            };
+            let checked = options.check();
+            checked.map_err(|error| ConfigError::Stream(name.0.clone(), error.to_string()))?;
+            streams.push(options);
+        }
+        Ok(streams)
     }
 
     fn worker(&self, name: &str) -> Worker {
         let queue = self.queue.get(&JobName(name.into())).cloned().unwrap_or_default();
-        let worker = Worker::new(name).lease(queue.lease());
-        let worker = match queue.heartbeat {
-            Some(heartbeat) => worker.heartbeat(heartbeat.0),
-            None => worker,
-        };
+        let worker = Worker::new(name).lease(queue.lease()).heartbeat(queue.heartbeat());
         match queue.capacity {
             Capacity::Auto => worker,
             Capacity::Slots(slots) => worker.capacity(slots),
         }
     }
 
+    /// What the types of the values cannot say.
     pub(super) fn check_jobs(&self) -> Result<(), ConfigError> {
-        self.periodic()?;
+        let streams = self.streams()?;
+        let is_nats = matches!(self.jobs.at()?, JobsAt::Nats(_));
+        match streams.first() {
+            Some(stream) if !is_nats => return Err(ConfigError::NoNats(stream.queue.clone())),
+            None if is_nats => return Err(ConfigError::NoStream),
+            _ => {}
+        }
         for (name, queue) in &self.queue {
-            let (lease, heartbeat) = (queue.lease(), queue.heartbeat);
-            if heartbeat.is_some_and(|heartbeat| heartbeat.0 > lease / 3) {
-                return Err(ConfigError::Heartbeat(name.0.clone()));
+            let name = &name.0;
+            if queue.heartbeat() > queue.lease() / 3 {
+                return Err(ConfigError::Heartbeat(name.clone()));
+            }
+            let only = [
+                ("fetch-batch", queue.fetch_batch.is_some()),
+                ("fetch-timeout", queue.fetch_timeout.is_some()),
+            ];
+            let only = only.into_iter().find(|(_, is_set)| *is_set && queue.nats.is_none());
+            if let Some((key, _)) = only {
+                return Err(ConfigError::OnlyStreams(name.clone(), key));
+            }
+        }
+        for periodic in self.periodic()? {
+            if streams.iter().any(|stream| stream.queue == periodic.job.queue) {
+                return Err(ConfigError::TickStream(periodic.name, periodic.job.queue));
             }
         }
         Ok(())
@@ -217,7 +272,21 @@ impl Config {
 }
 
 impl Queue {
+    /// What is usual for a stream is longer: a sign of life is a message there.
     fn lease(&self) -> Duration {
-        self.ack_wait.map_or(LEASE, |time| time.0)
+        let usual = if self.nats.is_some() { Duration::from_secs(300) } else { LEASE };
+        self.ack_wait.map_or(usual, |time| time.0)
+    }
+
+    fn heartbeat(&self) -> Duration {
+        let usual = if self.nats.is_some() { Duration::from_secs(30) } else { self.lease() / 3 };
+        self.heartbeat.map_or(usual.min(self.lease() / 3), |time| time.0)
+    }
+
+    fn slots(&self) -> NonZeroU32 {
+        match self.capacity {
+            Capacity::Auto => Worker::width(),
+            Capacity::Slots(slots) => slots,
+        }
     }
 }

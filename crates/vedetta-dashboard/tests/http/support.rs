@@ -1,6 +1,7 @@
 //! A server on a real socket, and a client that sends exactly what it is told.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::Value;
@@ -10,6 +11,7 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use vedetta_dashboard::{Api, Limits, serve};
 use vedetta_db::Db;
+use vedetta_jobs::sqlite::SqliteJobs;
 use vedetta_kv::{Options, SCHEMA, Store};
 
 /// Long enough for anything; a test that waits so long has failed.
@@ -17,6 +19,7 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
 pub(crate) struct Server {
     pub(crate) store: Store,
+    pub(crate) jobs: SqliteJobs,
     pub(crate) address: SocketAddr,
     pub(crate) stop: CancellationToken,
     pub(crate) serving: JoinHandle<()>,
@@ -36,19 +39,26 @@ impl Server {
         let folder = tempfile::tempdir().unwrap();
         let mut options = vedetta_db::Options::new(folder.path().join("vedetta.db"));
         options.ballast = 0;
-        let db = Db::open(&options, &[SCHEMA]).unwrap();
-        let store = Store::open(db, store).await.unwrap();
+        let db = Db::open(&options, &[SCHEMA, vedetta_jobs::sqlite::SCHEMA]).unwrap();
+        let store = Store::open(db.clone(), store).await.unwrap();
+        let jobs = SqliteJobs::open(db).await.unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let stop = CancellationToken::new();
-        let api = Api::new(store.clone()).limits(limits);
+        let api = Api::new(store.clone()).jobs(Arc::new(jobs.clone())).limits(limits);
         let serving = tokio::spawn(serve(listener, api, stop.clone()));
-        Self { store, address, stop, serving, _folder: folder }
+        Self { store, jobs, address, stop, serving, _folder: folder }
     }
 
     /// The same store, served again with a watcher of it.
     pub(crate) async fn serve_with(self, name: &str, watcher: vedetta_runtime::Handle) -> Self {
         let api = Api::new(self.store.clone()).watcher(name, watcher);
+        self.serve(api).await
+    }
+
+    /// The same store, served again as `with` says.
+    pub(crate) async fn serve_as(self, with: impl FnOnce(Api) -> Api) -> Self {
+        let api = with(Api::new(self.store.clone()).jobs(Arc::new(self.jobs.clone())));
         self.serve(api).await
     }
 
@@ -104,12 +114,23 @@ impl Server {
         answer.json()["revision"].as_u64().unwrap()
     }
 
+    /// A body that is taken, and what is answered.
+    pub(crate) async fn post(&self, path: &str, body: Value) -> Value {
+        let answer = self.json(&format!("POST /api/v1{path}"), &body.to_string()).await;
+        assert!(matches!(answer.status, 200 | 201), "{path} {body}: {answer:?}");
+        answer.json()
+    }
+
     pub(crate) async fn watch(&self, query: &str, last_seen: Option<u64>) -> Feed {
-        let mut line = TcpStream::connect(self.address).await.unwrap();
         let seen = last_seen.map(|seen| format!("Last-Event-ID: {seen}\r\n")).unwrap_or_default();
+        self.feed(&format!("/watch?{query}"), &seen).await
+    }
+
+    /// A stream of events, asked for with more lines in the head.
+    pub(crate) async fn feed(&self, path: &str, head: &str) -> Feed {
+        let mut line = TcpStream::connect(self.address).await.unwrap();
         // HTTP/1.0: the stream comes as it is, without chunks.
-        let request =
-            format!("GET /api/v1/watch?{query} HTTP/1.0\r\nHost: {}\r\n{seen}\r\n", self.address);
+        let request = format!("GET /api/v1{path} HTTP/1.0\r\nHost: {}\r\n{head}\r\n", self.address);
         line.write_all(request.as_bytes()).await.unwrap();
         let mut feed = Feed { line: BufReader::new(line) };
         let head = feed.block().await.unwrap();

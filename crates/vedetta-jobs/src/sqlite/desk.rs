@@ -13,8 +13,8 @@ use super::index::{Lane, LaneNo, Op, Run};
 use super::show::{json, tags_of};
 use super::{Desk, Owned, mode_of, state_number, state_of};
 use crate::job::{
-    Change, Claim, Enqueued, Fate, Given, JobId, JobsError, LONGEST_TEXT, Mode, NewJob, Note, When,
-    check_name, shortened, tail,
+    Change, Claim, Enqueued, Fate, Given, Job, JobId, JobsError, LONGEST_TEXT, Mode, NewJob, Note,
+    When, check_name, shortened, tail,
 };
 use crate::port::Taken;
 
@@ -30,6 +30,8 @@ struct Brief {
     attempts: u32,
     max_attempts: u32,
     key: Option<String>,
+    /// It is kept elsewhere, and this its record.
+    is_elsewhere: bool,
 }
 
 /// Why a job goes back to wait.
@@ -157,8 +159,7 @@ impl Desk {
                 self.bring_forward(tx, id, run_at)?;
                 enqueued.push(Enqueued { id, is_new: false });
             } else {
-                let tags = (!job.tags.is_empty())
-                    .then(|| serde_json::to_string(&job.tags).expect("names can be written"));
+                let tags = written(&job.tags);
                 insert.execute(params![
                     id.0.cast_signed(),
                     number,
@@ -203,7 +204,8 @@ impl Desk {
     }
 
     fn brief(&self, tx: &Connection, id: JobId) -> Result<Option<Brief>, JobsError> {
-        let sql = "SELECT queue, state, priority, run_at, attempts, max_attempts, unique_key
+        let sql = "SELECT queue, state, priority, run_at, attempts, max_attempts, unique_key,
+                          connection IS NOT NULL
                    FROM job WHERE id = ?1";
         let brief = |row: &Row<'_>| {
             let number = row.get(0)?;
@@ -215,6 +217,7 @@ impl Desk {
                 attempts: row.get(4)?,
                 max_attempts: row.get(5)?,
                 key: row.get(6)?,
+                is_elsewhere: row.get(7)?,
             })
         };
         let number = i64::try_from(id.0).unwrap_or(0);
@@ -476,6 +479,7 @@ impl Desk {
         if !matches!(job.state, JobState::Dead | JobState::Cancelled) {
             return Ok(Change::Not(self.standing(id, job.state)));
         }
+        is_here(id, &job)?;
         let waiting = job
             .key
             .as_deref()
@@ -511,6 +515,7 @@ impl Desk {
         if job.state.is_over() {
             return Ok(Change::Not(job.state));
         }
+        is_here(id, &job)?;
         if let Some(run) = self.end_run(tx, id)? {
             self.over(tx, id, &run, job.lane, JobState::Cancelled, None, None, true)?;
             self.ring(job.lane, Woken::Look);
@@ -537,6 +542,9 @@ impl Desk {
         let Some(job) = self.brief(tx, id)? else { return Ok(Change::NoSuch) };
         if self.standing(id, job.state) == JobState::Running {
             return Ok(Change::Not(JobState::Running));
+        }
+        if !job.state.is_over() {
+            is_here(id, &job)?;
         }
         if job.state == JobState::Waiting {
             self.leave(id, &job);
@@ -580,4 +588,83 @@ impl Desk {
         tx.prepare_cached("UPDATE job_last SET id = max(id, ?1)")?.execute([last])?;
         Ok(pruned.unsigned_abs())
     }
+
+    /// Writes down how jobs stand that are kept elsewhere.
+    pub(super) fn record(&self, tx: &Connection, jobs: &[Job]) -> Result<(), JobsError> {
+        let find = "SELECT id, ended_at IS NOT NULL FROM job
+                    WHERE connection = ?1 AND foreign_id = ?2 AND connection IS NOT NULL";
+        let write = "INSERT OR REPLACE INTO job (id, queue, kind, state, cost, priority, attempts,
+                         max_attempts, run_at, queued_at, updated_at, started_at, ended_at, timeout,
+                         progress, worker, tags, message, error, payload, result, log, connection,
+                         foreign_id)
+                     VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16,
+                         ?17, ?18, ?19, ?20, ?21, ?22, ?23, ?24)";
+        let (mut find, mut write) = (tx.prepare_cached(find)?, tx.prepare_cached(write)?);
+        for job in jobs {
+            let lane = self.lane(tx, &job.queue)?;
+            let foreign = job.id.0.cast_signed();
+            let known = |row: &Row<'_>| Ok((row.get::<_, i64>(0)?, row.get::<_, bool>(1)?));
+            let known = find.query_row(params![job.connection, foreign], known).optional()?;
+            let (id, number) = {
+                let mut index = self.index.lock();
+                let id = known.map_or_else(
+                    || {
+                        index.last_id += 1;
+                        index.last_id.cast_signed()
+                    },
+                    |(id, _)| id,
+                );
+                (id, index.lanes[lane].number)
+            };
+            let state = match job.status {
+                JobState::Waiting => 10,
+                JobState::Running => 11,
+                over => state_number(over),
+            };
+            write.execute(params![
+                id,
+                number,
+                job.kind,
+                state,
+                job.cost,
+                job.priority,
+                job.attempts,
+                job.max_attempts,
+                Clock::at(job.run_at),
+                Clock::at(job.queued_at),
+                Clock::at(job.updated_at),
+                job.started_at.map(Clock::at),
+                job.ended_at.map(Clock::at),
+                job.timeout.map(Clock::millis),
+                f64::from(job.progress),
+                job.worker,
+                written(&job.tags),
+                job.message,
+                job.error,
+                job.payload.get(),
+                job.result.as_ref().map(|result| result.get()),
+                job.log,
+                job.connection,
+                foreign,
+            ])?;
+            let was_over = known.is_some_and(|(_, was_over)| was_over);
+            if job.ended_at.is_some() && !was_over {
+                self.index.lock().change(Op::Over { lane, state: job.status, count: 1 });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Refuses what can only be done where a job is kept.
+fn is_here(id: JobId, job: &Brief) -> Result<(), JobsError> {
+    if job.is_elsewhere {
+        let what = format!("job {id} is kept in a stream, and this is only its record");
+        return Err(JobsError::Invalid(what));
+    }
+    Ok(())
+}
+
+fn written(tags: &[String]) -> Option<String> {
+    (!tags.is_empty()).then(|| serde_json::to_string(tags).expect("names can be written"))
 }

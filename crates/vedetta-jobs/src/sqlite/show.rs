@@ -6,7 +6,7 @@ use vedetta_db::rusqlite::types::Value;
 use vedetta_db::rusqlite::{self, Connection, OptionalExtension as _, Row, params_from_iter};
 
 use super::index::{Lane, Run, over_index};
-use super::{Desk, state_number, state_of};
+use super::{Desk, state_of};
 use crate::job::{Filter, Job, JobId, Json, Page, QueueCounts};
 
 /// What a list looks at in one go, in ids.
@@ -17,7 +17,7 @@ const FEW: usize = 10_000;
 /// The columns of a job, in the order that [`Desk::shown`] reads them.
 const COLUMNS: &str = "id, queue, kind, state, cost, priority, attempts, max_attempts, run_at, \
     queued_at, updated_at, started_at, ended_at, timeout, progress, unique_key, worker, tags, \
-    message, error, payload, result, log, token";
+    message, error, payload, result, log, token, connection, foreign_id";
 
 impl Desk {
     /// One job. Whether it runs is asked before its row: what ends between is then seen in the row.
@@ -54,6 +54,10 @@ impl Desk {
         let queue = index.lane_of(number).map(|lane| index.lanes[lane].name.clone());
         drop(index);
         let given_back: Option<i64> = row.get(23)?;
+        let connection = match row.get::<_, Option<String>>(24)? {
+            Some(connection) => format!("{connection}/{}", row.get::<_, i64>(25)?),
+            None => "sqlite".into(),
+        };
         let runs = |run: &&Run| status == JobState::Waiting && Some(run.token) != given_back;
         if let Some(run) = run.filter(runs) {
             status = JobState::Running;
@@ -67,7 +71,7 @@ impl Desk {
             id,
             kind: row.get(2)?,
             queue: queue.unwrap_or_default(),
-            connection: "sqlite".into(),
+            connection,
             status,
             payload: json(row.get(20)?),
             cost: row.get(4)?,
@@ -91,25 +95,37 @@ impl Desk {
         })
     }
 
-    /// The ids of those that wait or run, if they are few.
-    pub(super) fn few(&self, status: JobState) -> Option<Vec<i64>> {
+    /// The ids of those that wait or run, here and elsewhere, if they are few.
+    fn few(&self, db: &Connection, status: JobState) -> rusqlite::Result<Option<Vec<i64>>> {
+        // One more than few.
+        let elsewhere = match status {
+            JobState::Running => "SELECT id FROM job WHERE state = 11 LIMIT 10001",
+            JobState::Waiting => "SELECT id FROM job WHERE state = 10 LIMIT 10001",
+            _ => return Ok(None),
+        };
+        let mut elsewhere = db.prepare_cached(elsewhere)?;
+        let elsewhere = elsewhere.query_map([], |row| row.get::<_, i64>(0))?;
+        let elsewhere = elsewhere.collect::<rusqlite::Result<Vec<i64>>>()?;
+        if elsewhere.len() > FEW {
+            return Ok(None);
+        }
         let index = self.index.lock();
         let mut ids: Vec<i64> = match status {
             JobState::Running => index.runs.keys().map(|id| id.0.cast_signed()).collect(),
-            JobState::Waiting => {
+            _ => {
                 let count = |lane: &Lane| lane.ready.len() + lane.later.len();
                 if index.lanes.iter().map(count).sum::<usize>() > FEW {
-                    return None;
+                    return Ok(None);
                 }
                 let waiting = index.lanes.iter().flat_map(|lane| {
                     lane.ready.keys().chain(lane.later.keys()).map(|(_, id)| id.0.cast_signed())
                 });
                 waiting.collect()
             }
-            _ => return None,
         };
+        ids.extend(elsewhere);
         ids.sort_unstable_by(|a, b| b.cmp(a));
-        Some(ids)
+        Ok(Some(ids))
     }
 
     pub(super) fn list(
@@ -123,8 +139,14 @@ impl Desk {
         let mut sql = format!("SELECT {COLUMNS} FROM job WHERE id < ?");
         let mut values = vec![Value::Integer(before)];
         if let Some(status) = filter.status {
-            sql += " AND state = ?";
-            values.push(Value::Integer(state_number(status)));
+            // Written out, so that SQLite sees which of the indexes it fits.
+            sql += match status {
+                JobState::Waiting => " AND state IN (0, 10)",
+                JobState::Running => " AND state IN (0, 11)",
+                JobState::Done => " AND state = 2",
+                JobState::Dead => " AND state = 3",
+                JobState::Cancelled => " AND state = 4",
+            };
         }
         if let Some(queue) = &filter.queue {
             let number = {
@@ -151,7 +173,11 @@ impl Desk {
             values.extend(std::iter::repeat_n(Value::Text(text.clone()), 4));
         }
         let fits = |job: &Job| filter.status.is_none_or(|status| job.status == status);
-        if let Some(ids) = filter.status.and_then(|status| self.few(status)) {
+        let few = match filter.status {
+            Some(status) => self.few(db, status)?,
+            None => None,
+        };
+        if let Some(ids) = few {
             sql += " AND id = ?";
             let mut one = db.prepare_cached(&sql)?;
             let mut page = Page::default();
@@ -202,9 +228,16 @@ impl Desk {
         Ok(page)
     }
 
-    pub(super) fn queues(&self) -> Vec<QueueCounts> {
+    pub(super) fn queues(&self, db: &Connection) -> rusqlite::Result<Vec<QueueCounts>> {
         /// Of the first so many that are ready the oldest is looked for.
         const LOOKED_AT: usize = 100;
+        let sql = "SELECT queue, state, count(*), sum(cost) FROM job WHERE state > 9 GROUP BY state, queue";
+        let mut elsewhere = db.prepare_cached(sql)?;
+        let elsewhere = elsewhere.query_map([], |row| {
+            let count = |column| row.get::<_, i64>(column).map(i64::unsigned_abs);
+            Ok((row.get::<_, i64>(0)?, state_of(row.get(1)?), count(2)?, count(3)?))
+        })?;
+        let elsewhere = elsewhere.collect::<rusqlite::Result<Vec<_>>>()?;
         let (index, now) = (self.index.lock(), self.clock.now());
         let mut queues: Vec<QueueCounts> = index
             .lanes
@@ -216,22 +249,28 @@ impl Desk {
                 let oldest = oldest.chain(lane.later.keys().next().map(|(at, _)| *at)).min();
                 let oldest = oldest.filter(|at| *at <= now);
                 let over = |state| lane.over[over_index(state)];
+                let of = |state| {
+                    let found =
+                        elsewhere.iter().find(|(n, s, ..)| *n == lane.number && *s == state);
+                    found.map_or((0, 0), |(_, _, count, cost)| (*count, *cost))
+                };
+                let (running, slots) = of(JobState::Running);
                 QueueCounts {
                     name: lane.name.clone(),
                     mode: lane.mode,
-                    ready: lane.ready.len() as u64 + promoted,
+                    ready: lane.ready.len() as u64 + promoted + of(JobState::Waiting).0,
                     scheduled: lane.later.len() as u64 - promoted,
-                    running: lane.leases.len() as u64,
+                    running: lane.leases.len() as u64 + running,
                     done: over(JobState::Done),
                     dead: over(JobState::Dead),
                     cancelled: over(JobState::Cancelled),
                     oldest: oldest.map(|at| Clock::delay(now.saturating_sub(at))),
-                    slots: lane.slots,
+                    slots: lane.slots + slots,
                 }
             })
             .collect();
         queues.sort_unstable_by(|a, b| a.name.cmp(&b.name));
-        queues
+        Ok(queues)
     }
 }
 

@@ -1,0 +1,98 @@
+use std::io::{Read as _, Write};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use clap::Args;
+use vedetta::jobs::wire::Added;
+use vedetta::jobs::{Asked, Json, When};
+
+use super::{wait, wrong_use};
+use crate::client::Client;
+use crate::output::{self, Format};
+
+/// Ask for a job; prints which it is once it is on the server's disk
+///
+/// What is not said is as the handler of its kind says.
+#[derive(Debug, Args)]
+pub(crate) struct Add {
+    /// What is to be done: the name of a handler
+    kind: String,
+    /// Where it waits
+    #[arg(long)]
+    queue: Option<String>,
+    /// What the handler is given, as JSON; `@FILE` reads it from a file, `-` from stdin
+    #[arg(long, value_name = "JSON", allow_hyphen_values = true)]
+    payload: Option<String>,
+    /// How many slots it takes
+    #[arg(long)]
+    cost: Option<u32>,
+    /// What is higher goes first, from -100 to 100
+    #[arg(long, allow_negative_numbers = true)]
+    priority: Option<i16>,
+    /// Not before: a time such as 2026-11-16T10:00:00Z, or +10m
+    #[arg(long, value_name = "TIME")]
+    at: Option<When>,
+    /// How often it may begin before it counts as dead
+    #[arg(long, value_name = "N")]
+    max_attempts: Option<u32>,
+    /// How long one attempt may take, for example `90s`
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    timeout: Option<Duration>,
+    /// Of those with the same key in a queue only one waits at a time
+    #[arg(long, value_name = "KEY")]
+    unique_key: Option<String>,
+    /// To find it by; may be repeated
+    #[arg(long = "tag", value_name = "TAG")]
+    tags: Vec<String>,
+    /// Wait until it is over; fails unless it is done
+    #[arg(long)]
+    wait: bool,
+}
+
+impl Add {
+    pub(crate) fn run(
+        self,
+        client: &Client,
+        format: Format,
+        out: &mut impl Write,
+    ) -> anyhow::Result<()> {
+        let asked = Asked {
+            kind: self.kind,
+            queue: self.queue,
+            payload: self.payload.map(|text| payload(&text)).transpose()?,
+            cost: self.cost,
+            priority: self.priority,
+            run_at: self.at.unwrap_or_default(),
+            max_attempts: self.max_attempts,
+            timeout: self.timeout,
+            unique_key: self.unique_key,
+            tags: self.tags,
+        };
+        let added: Added = client.post("/api/v1/jobs", &asked)?;
+        if self.wait {
+            return wait::wait(client, format, &[added.id], out);
+        }
+        match format {
+            Format::Json => output::json(out, &added)?,
+            Format::Table if added.new => {
+                writeln!(out, "job {} waits in {}", added.id, added.queue)?;
+            }
+            Format::Table => writeln!(out, "job {} waits already under that key", added.id)?,
+        }
+        Ok(())
+    }
+}
+
+fn payload(text: &str) -> anyhow::Result<Json> {
+    let text = if text == "-" {
+        let mut all = String::new();
+        std::io::stdin().read_to_string(&mut all).context("cannot read the payload from stdin")?;
+        all
+    } else if let Some(file) = text.strip_prefix('@') {
+        std::fs::read_to_string(file).with_context(|| format!("cannot read {file}"))?
+    } else {
+        text.to_owned()
+    };
+    let json = serde_json::from_str(&text);
+    json.map_err(|error| wrong_use(format!("the payload is not JSON: {error}")).into())
+}

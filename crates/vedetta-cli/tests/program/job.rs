@@ -1,0 +1,191 @@
+//! `vedetta job` and `vedetta queue`, on a server with handlers that are declared.
+
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::process::Stdio;
+
+use serde_json::{Value, json};
+
+use crate::support::{Ran, Server, temp};
+
+fn ask(server: &Server, args: &[&str]) -> Ran {
+    server.command(args).output().unwrap().into()
+}
+
+fn done(server: &Server, args: &[&str]) -> Value {
+    let mut args = args.to_vec();
+    args.extend(["--output", "json"]);
+    let ran = ask(server, &args);
+    assert_eq!((ran.code, ran.err.as_str()), (0, ""), "{args:?}: {ran:?}");
+    ran.json()
+}
+
+#[test]
+fn jobs_are_added_listed_shown_cancelled_and_retried() {
+    let folder = temp();
+    let server = Server::start(folder.path());
+    let added = ask(&server, &["job", "add", "pack", "--queue", "media"]);
+    assert_eq!((added.code, added.out.as_str()), (0, "job 1 waits in media\n"), "{added:?}");
+    std::fs::write(folder.path().join("payload.json"), "{\n \"n\": 1.50\n}\n").unwrap();
+    let options = [
+        "job",
+        "add",
+        "pack",
+        "--payload",
+        "@payload.json",
+        "--cost",
+        "3",
+        "--priority",
+        "-5",
+        "--at",
+        "+1h",
+        "--max-attempts",
+        "2",
+        "--timeout",
+        "90s",
+        "--unique-key",
+        "k",
+        "--tag",
+        "x",
+        "--tag",
+        "y",
+    ];
+    assert_eq!(done(&server, &options)["new"], true);
+    assert_eq!(done(&server, &options)["new"], false);
+    assert!(ask(&server, &options).out.contains("waits already"));
+
+    let shown = ask(&server, &["job", "show", "2", "--output", "json"]);
+    assert_eq!(shown.out.lines().count(), 1, "{shown:?}");
+    let job = shown.json();
+    assert_eq!((&job["cost"], &job["priority"]), (&json!(3), &json!(-5)));
+    assert_eq!((&job["timeout"], &job["tags"]), (&json!("1m 30s"), &json!(["x", "y"])));
+    let shown = ask(&server, &["job", "show", "2"]);
+    assert!(shown.out.contains("1.50") && shown.out.contains("unique key  k"), "{shown:?}");
+
+    let ids = |args: &[&str]| {
+        let list = done(&server, &[&["job", "list"], args].concat());
+        list["jobs"].as_array().unwrap().iter().map(|job| job["id"].clone()).collect::<Vec<_>>()
+    };
+    assert_eq!(ids(&[]), [2, 1]);
+    assert_eq!(ids(&["--limit", "1"]), [2]);
+    assert_eq!(ids(&["--queue", "media"]), [1]);
+    assert_eq!(ids(&["--tag", "y", "--search", "\"n\""]), [2]);
+    let table = ask(&server, &["job", "list"]).out;
+    assert!(table.starts_with("ID  KIND  QUEUE"), "{table}");
+
+    let cancelled = ask(&server, &["job", "cancel", "1", "2"]);
+    assert_eq!(cancelled.out, "job 1 is cancelled\njob 2 is cancelled\n", "{cancelled:?}");
+    assert_eq!(ids(&["--status", "cancelled"]), [2, 1]);
+    assert_eq!(ask(&server, &["job", "retry", "1"]).out, "job 1 is waiting\n");
+    let retried = done(&server, &["job", "retry", "--all", "--status", "cancelled"]);
+    assert_eq!(retried, json!({"retried": 1}));
+
+    for (args, code) in [
+        (&["job", "show", "99"][..], 3),
+        (&["job", "cancel", "99"], 3),
+        (&["job", "retry", "1"], 4),
+        (&["job", "retry", "1", "--kind", "pack"], 2),
+        (&["job", "retry"], 2),
+        (&["job", "add", "no name"], 2),
+        (&["job", "add", "pack", "--payload", "{"], 2),
+        (&["job", "add", "pack", "--at", "soon"], 2),
+        (&["job", "list", "--status", "lost"], 2),
+        (&["job", "add", "pack", "--payload", "@nothing"], 1),
+        (&["job", "list", "--server", "http://127.0.0.1:9"], 5),
+    ] {
+        let ran = ask(&server, args);
+        assert_eq!(ran.code, code, "{args:?}: {ran:?}");
+        assert!(!ran.err.is_empty(), "{args:?}");
+    }
+    server.stop();
+}
+
+#[test]
+fn waiting_ends_with_the_jobs_and_fails_unless_each_is_done() {
+    let folder = temp();
+    let config =
+        "[handler.good]\nrun = [\"true\"]\n\n[handler.bad]\nrun = [\"false\"]\nmax-attempts = 1\n";
+    std::fs::write(folder.path().join("vedetta.toml"), config).unwrap();
+    let server = Server::start(folder.path());
+    let waited = done(&server, &["job", "add", "good", "--wait"]);
+    assert_eq!(waited["jobs"][0]["status"], "done");
+    let failed = ask(&server, &["job", "add", "bad", "--wait"]);
+    assert_eq!(failed.code, 1, "{failed:?}");
+    assert!(failed.out.contains("dead"), "{failed:?}");
+    assert_eq!(failed.err, "vedetta: not done: 1 of 1\n", "and no bar on what is no terminal");
+    assert_eq!(done(&server, &["job", "add", "good"])["id"], 3);
+    assert_eq!(ask(&server, &["job", "wait", "1", "3"]).code, 0);
+    let both = ask(&server, &["job", "wait", "1", "2"]);
+    assert_eq!((both.code, both.err.as_str()), (1, "vedetta: not done: 1 of 2\n"));
+    assert_eq!(ask(&server, &["job", "wait", "99"]).code, 3);
+    server.stop();
+}
+
+#[test]
+fn many_jobs_are_imported_and_a_wrong_line_stops_its_batch_and_no_other() {
+    let folder = temp();
+    let server = Server::start(folder.path());
+    let mut lines = String::new();
+    for n in 1..=1200 {
+        let line = if n == 700 {
+            "{\"kind\": \"a\", \"colour\": 1}".to_owned()
+        } else {
+            format!("{{\"kind\": \"count\", \"payload\": {n}, \"queue\": \"numbers\"}}")
+        };
+        writeln!(lines, "{line}").unwrap();
+    }
+    let file = folder.path().join("jobs.jsonl");
+    std::fs::write(&file, &lines).unwrap();
+    let stopped = ask(&server, &["job", "import", "jobs.jsonl"]);
+    assert_eq!(stopped.code, 2, "{stopped:?}");
+    assert!(stopped.err.contains("line 700: unknown field `colour`"), "{stopped:?}");
+    assert!(stopped.err.contains("imported 500 jobs"), "{stopped:?}");
+    assert!(stopped.err.contains("--skip 500"), "{stopped:?}");
+
+    let lines: String = lines
+        .lines()
+        .map(|line| if line.contains("colour") { "\n".into() } else { format!("{line}\n") })
+        .collect();
+    let mut command = server.command(&["job", "import", "-", "--skip", "500", "--output", "json"]);
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(lines.as_bytes()).unwrap();
+    let ran = Ran::from(child.wait_with_output().unwrap());
+    assert_eq!(ran.json(), json!({"lines": 1200, "jobs": 699, "new": 699}), "{ran:?}");
+    let queues = done(&server, &["queue", "list"]);
+    assert_eq!(queues["queues"][0]["ready"], 1199);
+    let oldest = done(&server, &["job", "list", "--search", "count", "--limit", "2000"]);
+    let oldest: Vec<&Value> =
+        oldest["jobs"].as_array().unwrap().iter().map(|job| &job["payload"]).collect();
+    assert_eq!((oldest.len(), oldest[1198], oldest[0]), (1199, &json!(1), &json!(1200)));
+    assert_eq!(ask(&server, &["job", "import", "nothing"]).code, 1);
+    server.stop();
+}
+
+#[test]
+fn queues_are_listed_paused_drained_and_resumed() {
+    let folder = temp();
+    let server = Server::start(folder.path());
+    let told = |what: &str| ask(&server, &["queue", what, "media"]).out;
+    assert_eq!(told("pause"), "media is paused\n");
+    assert_eq!(told("drain"), "media is draining\n");
+    let refused = ask(&server, &["job", "add", "pack", "--queue", "media"]);
+    assert_eq!(refused.code, 4, "{refused:?}");
+    assert!(refused.err.contains("is being drained"), "{refused:?}");
+    let table = ask(&server, &["queue", "list"]).out;
+    assert!(table.contains("media  draining"), "{table}");
+    assert_eq!(told("resume"), "media is open\n");
+    assert_eq!(ask(&server, &["job", "add", "pack", "--queue", "media"]).code, 0);
+    assert_eq!(ask(&server, &["queue", "pause", "no name"]).code, 2);
+    server.stop();
+}
+
+#[test]
+fn jobs_outlive_the_server() {
+    let folder = temp();
+    let server = Server::start(folder.path());
+    assert_eq!(ask(&server, &["job", "add", "pack"]).code, 0);
+    server.stop();
+    let server = Server::start(folder.path());
+    assert_eq!(done(&server, &["job", "list"])["jobs"][0]["kind"], "pack");
+    server.stop();
+}

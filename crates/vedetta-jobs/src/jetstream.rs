@@ -1,0 +1,820 @@
+//! Jobs in a stream of NATS JetStream: no database is needed, and anybody who can publish can ask for one.
+//!
+//! ```text
+//!  publish ──► stream ──durable pull consumer──► take ──► keep … ──► settle ──► acknowledged
+//!                 ▲                                            ├─ again, released: nak ─┐
+//!                 ├────────── not kept within ack_wait ────────┤                        │
+//!                 └────────────────────────────────────────────┼────────────────────────┘
+//!                                                              └─ dead ──► the stream of dead letters
+//! ```
+//!
+//! One [`JetStream`] is one queue: a subject of one stream, through one durable consumer, which all its
+//! workers share. A message is acknowledged when its job is done, and the server has confirmed that it
+//! knows; whatever happens before, it is delivered again. So a job may be begun twice, and never not at all.
+//!
+//! What streams cannot do is refused: unique keys, priorities and jobs for later. Delays are, as the server
+//! holds a message back; until it is delivered again it counts against `max_ack_pending`. A restart of the
+//! server may cut a delay short.
+//!
+//! The server counts every delivery. This process remembers which of them it gave back unbegun, and does
+//! not count those as attempts; another worker does. So jobs that are often snoozed or released should
+//! allow for more attempts.
+
+mod intake;
+mod letter;
+mod setup;
+
+use std::num::NonZeroU32;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use async_nats::connection::State as Connection;
+use async_nats::jetstream::consumer::{PullConsumer, pull::BatchConfig};
+use async_nats::jetstream::context::PublishErrorKind;
+use async_nats::jetstream::{AckKind, Context};
+use async_nats::{Client, ConnectOptions, Event, Request, ServerAddr};
+use async_trait::async_trait;
+use bytes::Bytes;
+use futures_util::future::{join_all, try_join_all};
+use parking_lot::Mutex;
+use percent_encoding::percent_decode_str;
+use tokio::sync::{Notify, mpsc, oneshot};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep, timeout};
+use tokio_util::sync::CancellationToken;
+use vedetta_core::JobState;
+use vedetta_core::queue::{Kept, Settled, Woken};
+
+use self::intake::{State, Story};
+use self::letter::{Asked, Death, HEADERS, Letter};
+use crate::job::{
+    Claim, DEFAULT_QUEUE, Enqueued, Fate, Given, Job, JobId, JobsError, Json, LONGEST_TEXT, NewJob,
+    Note, When, check_name, shortened, tail,
+};
+use crate::monitor::{Monitor, Telling};
+use crate::port::{Jobs, Taken, Wanted};
+
+/// How long the server may take to confirm something.
+const ANSWER: Duration = Duration::from_secs(5);
+/// Messages that are published before their confirmations are waited for.
+const PUBLISHED: usize = 1000;
+/// A delay longer than this is this.
+const LONGEST_DELAY: Duration = Duration::from_secs(10 * 365 * 86_400);
+/// What comes at once comes within so long.
+const AT_ONCE: Duration = Duration::from_millis(5);
+
+/// Messages pulled at once, unless said otherwise.
+const FIVE: NonZeroU32 = NonZeroU32::MIN.saturating_add(4);
+
+/// Which stream, and how to work it.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// The name of the queue that this is.
+    pub queue: String,
+    /// The stream; made if there is none.
+    pub stream: String,
+    /// The subject of its jobs.
+    pub subject: String,
+    /// The consumer that all workers share; made if there is none.
+    pub durable: String,
+    /// After so long without a sign of its worker a job is delivered again: the lease of its workers.
+    pub ack_wait: Duration,
+    /// How often a worker gives that sign, which is to be told the worker, too. At most a third of
+    /// `ack_wait`, so that a lost one does no harm.
+    pub heartbeat: Duration,
+    /// Messages pulled at once, at most.
+    pub fetch_batch: NonZeroU32,
+    /// How long a pull that finds nothing waits for something to come.
+    pub fetch_timeout: Duration,
+    /// How many messages may be delivered and not acknowledged: what all workers of this consumer can run,
+    /// and those that are held back by a delay. If it is full of delayed ones nothing else is delivered, so
+    /// twice the capacity is better than once.
+    pub max_ack_pending: NonZeroU32,
+    /// What a message is that does not say; without it such a message is put with the dead letters.
+    pub default_kind: Option<String>,
+    /// The stream of dead letters; made if there is none.
+    pub dead_stream: String,
+}
+
+impl Options {
+    /// The usual ones, for this capacity of all workers together.
+    pub fn new(stream: &str, subject: &str, durable: &str, capacity: NonZeroU32) -> Self {
+        Self {
+            queue: DEFAULT_QUEUE.into(),
+            stream: stream.into(),
+            subject: subject.into(),
+            durable: durable.into(),
+            ack_wait: Duration::from_secs(300),
+            heartbeat: Duration::from_secs(30),
+            fetch_batch: FIVE,
+            fetch_timeout: Duration::from_secs(2),
+            max_ack_pending: capacity,
+            default_kind: None,
+            dead_stream: format!("{stream}_DEAD"),
+        }
+    }
+
+    /// Where dead letters go.
+    pub fn dead_subject(&self) -> String {
+        format!("vedetta.dead.{}", self.stream)
+    }
+
+    /// Whether it can work.
+    pub fn check(&self) -> Result<(), JobsError> {
+        let refuse = |what: String| Err(JobsError::Invalid(what));
+        check_name("queue", &self.queue)?;
+        self.default_kind.as_deref().map_or(Ok(()), |kind| check_name("kind", kind))?;
+        for (what, name) in [
+            ("stream", &self.stream),
+            ("durable name", &self.durable),
+            ("stream of dead letters", &self.dead_stream),
+        ] {
+            let fits = |c: char| c.is_ascii_alphanumeric() || "_-".contains(c);
+            if name.is_empty() || name.len() > 128 || !name.chars().all(fits) {
+                return refuse(format!(
+                    "the {what} {name:?} is no name: give letters, digits, _ or -"
+                ));
+            }
+        }
+        if self.stream == self.dead_stream {
+            return refuse(format!("the stream {} cannot keep its own dead letters", self.stream));
+        }
+        let token = |token: &str| !token.is_empty() && !token.contains(char::is_whitespace);
+        if !self.subject.split('.').all(token) {
+            return refuse(format!("the subject {:?} is none", self.subject));
+        }
+        let time = |time: Duration| humantime::format_duration(time).to_string();
+        if self.heartbeat < Duration::from_millis(10) || self.heartbeat > self.ack_wait / 3 {
+            return refuse(format!(
+                "a heartbeat of {} does not fit an ack wait of {}: give 10ms to a third of it, {}; else jobs \
+                 would be delivered again while they run",
+                time(self.heartbeat),
+                time(self.ack_wait),
+                time(self.ack_wait / 3)
+            ));
+        }
+        if self.fetch_timeout < Duration::from_millis(100) {
+            let given = time(self.fetch_timeout);
+            return refuse(format!("a fetch timeout of {given} is too short: give 100ms or more"));
+        }
+        Ok(())
+    }
+}
+
+/// One sign of an open pull is missed without harm.
+fn pull_dies_after(options: &Options) -> Duration {
+    idle_heartbeat(options) * 2 + Duration::from_secs(1)
+}
+
+fn idle_heartbeat(options: &Options) -> Duration {
+    (options.fetch_timeout / 2).min(ANSWER)
+}
+
+/// Jobs of one queue, in a stream. Dropped it gives back what it has pulled and not handed out; to wait
+/// for that, [close](Self::close) it.
+#[derive(Debug)]
+pub struct JetStream {
+    shared: Arc<Shared>,
+    stop: CancellationToken,
+    intake: Mutex<Option<JoinHandle<()>>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    options: Options,
+    client: Client,
+    context: Context,
+    consumer: PullConsumer,
+    warnings: Vec<String>,
+    telling: Option<Telling>,
+    state: Mutex<State>,
+    /// To the intake: end the pull that is open.
+    leave: mpsc::Sender<oneshot::Sender<()>>,
+    /// For takes: something came, or a pull ended.
+    turn: Notify,
+    /// For workers: the same.
+    more: Notify,
+    /// For workers: something that was handed out is lost.
+    look: Notify,
+}
+
+impl JetStream {
+    /// Connects, and makes sure of the streams and the consumer. Several addresses are separated by commas.
+    /// A user and a password, or a token instead of them, are taken from the URL.
+    pub async fn open(
+        url: &str,
+        options: Options,
+        monitor: Option<Arc<dyn Monitor>>,
+    ) -> Result<Self, JobsError> {
+        options.check()?;
+        let connected = Arc::new(Notify::new());
+        let client = connect(url, &connected).await?;
+        let context = async_nats::jetstream::new(client.clone());
+        let (consumer, warnings) = setup::set_up(&context, &options).await?;
+        warnings.iter().for_each(|warning| tracing::warn!(stream = options.stream, "{warning}"));
+        let inbox = client.new_inbox();
+        let subscriber = client.subscribe(format!("{inbox}.*")).await;
+        let subscriber = subscriber.map_err(|error| unavailable("subscribing", error))?;
+        let (leave, left) = mpsc::channel(1);
+        let shared = Arc::new(Shared {
+            options,
+            client,
+            context,
+            consumer,
+            warnings,
+            telling: monitor.map(Telling::to),
+            state: Mutex::new(State::new(inbox)),
+            leave,
+            turn: Notify::new(),
+            more: Notify::new(),
+            look: Notify::new(),
+        });
+        let stop = CancellationToken::new();
+        let intake = tokio::spawn({
+            let (shared, stop) = (Arc::clone(&shared), stop.clone());
+            async move {
+                let reconnected = async {
+                    loop {
+                        connected.notified().await;
+                        shared.reconnected();
+                    }
+                };
+                tokio::select! {
+                    () = intake::run(&shared, subscriber, left, stop) => {}
+                    () = reconnected => {}
+                }
+            }
+        });
+        Ok(Self { shared, stop, intake: Mutex::new(Some(intake)) })
+    }
+
+    /// What can lose jobs that were acknowledged, as far as can be seen.
+    pub fn warnings(&self) -> &[String] {
+        &self.shared.warnings
+    }
+
+    /// Steps of jobs that the monitor was not told, as it did not keep up.
+    pub fn left_out(&self) -> u64 {
+        self.shared.telling.as_ref().map_or(0, Telling::left_out)
+    }
+
+    /// Gives back what was pulled and not handed out, and takes nothing more.
+    pub async fn close(&self) {
+        self.stop.cancel();
+        let intake = self.intake.lock().take();
+        if let Some(intake) = intake {
+            // Its streams are the server's: if it broke down, they come back in time.
+            let _ = timeout(ANSWER, intake).await;
+        }
+    }
+}
+
+impl Drop for JetStream {
+    fn drop(&mut self) {
+        self.stop.cancel();
+    }
+}
+
+/// A client that connects again by itself, and says so.
+async fn connect(url: &str, connected: &Arc<Notify>) -> Result<Client, JobsError> {
+    let mut options = ConnectOptions::new().name("vedetta");
+    let mut servers = Vec::new();
+    for address in url.split(',') {
+        // The client would show the address in its logs: what is secret is taken out of it.
+        let unreadable = || JobsError::Invalid("the address of NATS is no nats:// URL".into());
+        let address: ServerAddr = address.trim().parse().map_err(|_| unreadable())?;
+        let mut address = address.into_inner();
+        let plain = |text: &str| percent_decode_str(text).decode_utf8_lossy().into_owned();
+        let (user, password) = (plain(address.username()), address.password().map(plain));
+        options = match password {
+            Some(password) => options.user_and_password(user, password),
+            None if !user.is_empty() => options.token(user),
+            None => options,
+        };
+        let _ = (address.set_username(""), address.set_password(None));
+        servers.push(ServerAddr::from_url(address).map_err(|_| unreadable())?);
+    }
+    let connected = Arc::clone(connected);
+    let options = options.event_callback(move |event| {
+        match event {
+            Event::Connected => connected.notify_one(),
+            Event::Disconnected => {
+                tracing::warn!("the connection to NATS is lost; connecting again");
+            }
+            event => tracing::debug!("NATS: {event}"),
+        }
+        async {}
+    });
+    options.connect(servers).await.map_err(|error| unavailable("connecting to NATS", error))
+}
+
+#[async_trait]
+impl Jobs for JetStream {
+    /// All that can be refused is refused before any is published. After another error some may be there:
+    /// a stream of this server cannot promise all or none.
+    async fn enqueue(&self, jobs: &[NewJob]) -> Result<Vec<Enqueued>, JobsError> {
+        let shared = &self.shared;
+        jobs.iter().try_for_each(|job| shared.check(job))?;
+        shared.connected()?;
+        let mut enqueued = Vec::with_capacity(jobs.len());
+        for jobs in jobs.chunks(PUBLISHED) {
+            let mut acks = Vec::with_capacity(jobs.len());
+            for job in jobs {
+                let message = letter::write(job, &shared.options.stream);
+                let sent =
+                    shared.context.send_publish(shared.options.subject.clone(), message).await;
+                acks.push(async { sent.map_err(unpublished)?.await.map_err(unpublished) });
+            }
+            for (ack, job) in try_join_all(acks).await?.into_iter().zip(jobs) {
+                let id = JobId(ack.sequence);
+                enqueued.push(Enqueued { id, is_new: !ack.duplicate });
+                shared.tell(id, &Asked::of(job), || job.payload.clone(), &Step::queued());
+            }
+        }
+        shared.more.notify_one();
+        Ok(enqueued)
+    }
+
+    async fn take(&self, wanted: &Wanted<'_>) -> Result<Taken, JobsError> {
+        let shared = &self.shared;
+        shared.connected()?;
+        if wanted.queue != shared.options.queue {
+            return Err(shared.other_queue(wanted.queue));
+        }
+        if wanted.lease > shared.options.ack_wait {
+            let (asked, most) = (wanted.lease, shared.options.ack_wait);
+            return Err(JobsError::Invalid(format!(
+                "a lease of {asked:?} is longer than the consumer's ack wait of {most:?}"
+            )));
+        }
+        if self.stop.is_cancelled() || wanted.room == 0 {
+            return Ok(Taken { jobs: Vec::new(), rest: Some(shared.options.fetch_timeout) });
+        }
+        let asked = Instant::now();
+        shared.look(wanted).await?;
+        // There was less than there is room for: the next waits for something to come.
+        shared.pull(wanted).await?;
+        shared.bury_poison().await;
+        shared.touch(asked).await?;
+        // Nothing is waited for from here on: what is handed out is not lost on the way.
+        Ok(shared.hand_out(wanted))
+    }
+
+    async fn keep(&self, held: &[(Claim, Note)]) -> Result<Vec<Kept>, JobsError> {
+        let shared = &self.shared;
+        shared.connected()?;
+        try_join_all(held.iter().map(|(claim, note)| shared.keep(*claim, note))).await
+    }
+
+    /// An end that comes too late is refused, as somebody else may have the job by then. Told again after an
+    /// error, within the lease, an end that was stored is answered as it was.
+    async fn settle(&self, ended: &[(Claim, Fate)]) -> Result<Vec<Settled>, JobsError> {
+        let shared = &self.shared;
+        shared.connected()?;
+        if ended.iter().any(|(_, fate)| matches!(fate, Fate::Released)) {
+            shared.step_back().await;
+        }
+        let settled = join_all(ended.iter().map(|(claim, fate)| shared.settle(*claim, fate))).await;
+        let settled: Vec<Settled> = settled.into_iter().collect::<Result<_, _>>()?;
+        let mut state = shared.state.lock();
+        ended.iter().for_each(|(claim, _)| state.let_go(*claim));
+        Ok(settled)
+    }
+
+    async fn woken(&self, queue: &str) -> Woken {
+        let shared = &self.shared;
+        if queue != shared.options.queue {
+            return std::future::pending().await;
+        }
+        tokio::select! {
+            biased;
+            () = shared.look.notified() => Woken::Look,
+            () = shared.more.notified() => Woken::More,
+            // Nobody says so when a message comes and no pull is open: so take a look now and then.
+            () = sleep(shared.options.fetch_timeout) => Woken::More,
+        }
+    }
+}
+
+impl Shared {
+    fn connected(&self) -> Result<(), JobsError> {
+        match self.client.connection_state() {
+            Connection::Connected => Ok(()),
+            _ => Err(JobsError::Unavailable("there is no connection to NATS".into())),
+        }
+    }
+
+    fn other_queue(&self, queue: &str) -> JobsError {
+        let (stream, ours) = (&self.options.stream, &self.options.queue);
+        JobsError::Invalid(format!("the stream {stream} is the queue {ours:?}, and not {queue:?}"))
+    }
+
+    fn check(&self, job: &NewJob) -> Result<(), JobsError> {
+        job.check()?;
+        let refuse = |what: &str| Err(JobsError::Invalid(format!("a stream {what}")));
+        if job.queue != self.options.queue {
+            return Err(self.other_queue(&job.queue));
+        }
+        if job.unique_key.is_some() {
+            return refuse("cannot keep jobs unique by a key: leave unique_key out");
+        }
+        if job.priority != 0 {
+            return refuse("has no priorities: leave the priority out");
+        }
+        let later = match job.run_at {
+            When::Now => false,
+            When::After(delay) => !delay.is_zero(),
+            When::At(at) => at > SystemTime::now(),
+        };
+        if later {
+            return refuse("cannot keep jobs for later: leave run_at out");
+        }
+        if self.options.subject.split('.').any(|token| token == "*" || token == ">") {
+            return refuse("of several subjects does not say which one to publish to");
+        }
+        let most = self.client.max_payload().saturating_sub(HEADERS);
+        if job.payload.get().len() > most {
+            return refuse(&format!("of this server takes payloads of {most} bytes at most"));
+        }
+        Ok(())
+    }
+
+    /// Pulls what there is. A server says when a pull has brought all of it, but not when there is nothing,
+    /// nor when it may not deliver more: then it is asked.
+    async fn look(&self, wanted: &Wanted<'_>) -> Result<(), JobsError> {
+        // What has come just now may be on its way through the pull that is open.
+        let open = self.state.lock().pull.as_ref().map(|pull| pull.number);
+        if let Some(number) = open
+            && !self.ends(number, AT_ONCE).await
+        {
+            return Ok(());
+        }
+        let was_full = self.state.lock().was_full;
+        if !was_full && self.is_there_more().await? == Some(false) {
+            return Ok(());
+        }
+        let Some(number) = self.pull(wanted).await? else { return Ok(()) };
+        let mut patience = AT_ONCE;
+        while !self.ends(number, patience).await {
+            match self.is_there_more().await? {
+                Some(true) => {}
+                // Or it is on its way to here.
+                None if patience < AT_ONCE * 4 => {}
+                _ => break,
+            }
+            patience = (patience * 2).min(ANSWER);
+        }
+        Ok(())
+    }
+
+    /// Whether a pull has ended before nothing was heard of it for so long.
+    async fn ends(&self, number: u64, silence: Duration) -> bool {
+        loop {
+            // From here on it is not missed.
+            let turn = self.turn.notified();
+            if self.state.lock().pull.as_ref().is_none_or(|pull| pull.number != number) {
+                return true;
+            }
+            if timeout(silence, turn).await.is_err() {
+                return false;
+            }
+        }
+    }
+
+    /// Whether the server has something to deliver; nothing said: others hold something that may come back.
+    async fn is_there_more(&self) -> Result<Option<bool>, JobsError> {
+        let info = self.consumer.get_info().await;
+        let info = info.map_err(|error| unavailable("asking for the consumer", error))?;
+        let most = usize::try_from(info.config.max_ack_pending).unwrap_or(usize::MAX);
+        Ok(if info.num_ack_pending >= most {
+            Some(false)
+        } else if info.num_pending > 0 {
+            Some(true)
+        } else {
+            let all_ours = info.num_ack_pending <= self.state.lock().ours();
+            all_ours.then_some(false)
+        })
+    }
+
+    /// Opens a pull for what there is, or else for what comes first, if there is room for more than is ready
+    /// and none is open.
+    async fn pull(&self, wanted: &Wanted<'_>) -> Result<Option<u64>, JobsError> {
+        let opened = {
+            let mut state = self.state.lock();
+            if let Some(fault) = state.fault.take() {
+                return Err(JobsError::Unavailable(fault.into()));
+            }
+            let room = wanted.room.saturating_sub(state.ready_cost(wanted.capacity));
+            let most = self.options.fetch_batch.get() as usize;
+            if room == 0 { None } else { state.open(room, most, pull_dies_after(&self.options)) }
+        };
+        let Some((number, batch, inbox)) = opened else { return Ok(None) };
+        let request = BatchConfig {
+            batch,
+            // It ends when there is no more, but waits for the first.
+            no_wait: true,
+            expires: Some(self.options.fetch_timeout),
+            idle_heartbeat: idle_heartbeat(&self.options),
+            ..BatchConfig::default()
+        };
+        self.consumer.request_batch(request, inbox.into()).await.map_err(|error| {
+            self.state.lock().pull = None;
+            unavailable("pulling", error)
+        })?;
+        Ok(Some(number))
+    }
+
+    /// What came before it was asked for is the server's concern for less than a lease: begin that anew.
+    async fn touch(&self, asked: Instant) -> Result<(), JobsError> {
+        let early = self.state.lock().came_before(asked);
+        for reply in early {
+            let touched = self.client.publish(reply, AckKind::Progress.into()).await;
+            touched.map_err(|error| unavailable("acknowledging", error))?;
+        }
+        Ok(())
+    }
+
+    fn hand_out(&self, wanted: &Wanted<'_>) -> Taken {
+        let mut jobs = Vec::new();
+        let mut cost = 0_u32;
+        let mut state = self.state.lock();
+        while cost < wanted.room {
+            let Some((letter, asked, until)) = state.next(self.options.ack_wait) else { break };
+            cost = cost.saturating_add(asked.cost.min(wanted.capacity));
+            let held = state.hold(Arc::clone(&letter), wanted.worker, until);
+            let step = Step::of(JobState::Running, held.attempt, &letter, &held.story);
+            let id = JobId(letter.sequence);
+            self.tell(id, &asked, || letter.payload(), &step);
+            jobs.push(Given {
+                claim: Claim { id, token: letter.delivery },
+                kind: asked.kind,
+                payload: letter.payload(),
+                cost: asked.cost,
+                attempt: held.attempt,
+                max_attempts: asked.max_attempts,
+                timeout: asked.timeout,
+                tags: asked.tags,
+            });
+        }
+        let nothing_more = state.ready.is_empty() && state.pull.is_some();
+        Taken { jobs, rest: nothing_more.then_some(self.options.fetch_timeout) }
+    }
+
+    /// Ends the pull that is open and gives back what it brought. A worker that releases a job is about to
+    /// stop: the job should not come back to it.
+    async fn step_back(&self) {
+        let (done, is_done) = oneshot::channel();
+        if self.leave.send(done).await.is_ok() {
+            let _ = timeout(ANSWER, is_done).await;
+        }
+    }
+
+    /// Has the server confirm an acknowledgement of some kind.
+    async fn confirm(&self, letter: &Letter, kind: AckKind) -> Result<(), JobsError> {
+        let request = Request::new().payload(Bytes::from(kind)).timeout(Some(ANSWER));
+        let confirmed = self.client.send_request(letter.reply.clone(), request).await;
+        confirmed.map(|_| ()).map_err(|error| unavailable("acknowledging", error))
+    }
+
+    async fn keep(&self, claim: Claim, note: &Note) -> Result<Kept, JobsError> {
+        let found = self.state.lock().held(claim).map(|held| Arc::clone(&held.letter));
+        let Some(letter) = found else { return Ok(Kept::Lost) };
+        let asked = Instant::now();
+        self.confirm(&letter, AckKind::Progress).await?;
+        let mut state = self.state.lock();
+        let Some(held) = state.held(claim) else { return Ok(Kept::Lost) };
+        held.until = asked + self.options.ack_wait;
+        if !note.is_empty() && self.telling.is_some() {
+            let story = &mut held.story;
+            if let Some(progress) = note.progress {
+                story.progress = progress.clamp(0.0, 1.0);
+            }
+            if let Some(message) = &note.message {
+                story.message = Some(shortened(message, LONGEST_TEXT));
+            }
+            story.log = tail(&story.log, &note.log);
+            let step = Step::of(JobState::Running, held.attempt, &letter, story);
+            self.tell_of(&letter, &step);
+        }
+        Ok(Kept::Ours)
+    }
+
+    async fn settle(&self, claim: Claim, fate: &Fate) -> Result<Settled, JobsError> {
+        let (letter, attempt, story) = match self.state.lock().held(claim) {
+            None => return Ok(Settled::Stale),
+            Some(held) => match held.settled {
+                Some(settled) => return Ok(settled),
+                None => (Arc::clone(&held.letter), held.attempt, held.story.clone()),
+            },
+        };
+        let most = letter.asked.as_ref().map_or(0, |asked| asked.max_attempts);
+        let mut step = Step::of(JobState::Waiting, attempt, &letter, &story);
+        let back = |after: Duration| AckKind::Nak(Some(after.min(LONGEST_DELAY)));
+        let settled = match fate {
+            Fate::Done { result } => {
+                self.confirm(&letter, AckKind::Ack).await?;
+                (step.status, step.result) = (JobState::Done, result.clone());
+                step.progress = 1.0;
+                Settled::Gone
+            }
+            Fate::Dead { error } => {
+                self.bury(&letter, &Death { reason: "failed", error }).await?;
+                (step.status, step.error) = (JobState::Dead, Some(error.clone()));
+                Settled::Parked
+            }
+            Fate::Again { error, .. } if attempt >= most => {
+                self.bury(&letter, &Death { reason: "failed-too-often", error }).await?;
+                (step.status, step.error) = (JobState::Dead, Some(error.clone()));
+                Settled::Parked
+            }
+            Fate::Again { after, error } => {
+                self.confirm(&letter, back(*after)).await?;
+                step.error = Some(error.clone());
+                step.run_at += (*after).min(LONGEST_DELAY);
+                Settled::Again(*after)
+            }
+            Fate::Snooze(after) => {
+                self.confirm(&letter, back(*after)).await?;
+                step.run_at += (*after).min(LONGEST_DELAY);
+                step.attempts -= 1;
+                Settled::Again(*after)
+            }
+            Fate::Released => {
+                self.confirm(&letter, AckKind::Nak(None)).await?;
+                step.attempts -= 1;
+                Settled::Again(Duration::ZERO)
+            }
+        };
+        let mut state = self.state.lock();
+        match fate {
+            Fate::Snooze(_) | Fate::Released => state.forgive(letter.sequence),
+            _ if matches!(settled, Settled::Gone | Settled::Parked) => {
+                state.is_over(letter.sequence);
+            }
+            _ => {}
+        }
+        if let Some(held) = state.held(claim) {
+            held.settled = Some(settled);
+        }
+        drop(state);
+        self.tell_of(&letter, &step);
+        Ok(settled)
+    }
+
+    /// Stores a message with the dead ones, and only then has it delivered no more.
+    async fn bury(&self, letter: &Letter, why: &Death<'_>) -> Result<(), JobsError> {
+        let message = letter.dead(why, &self.options, self.client.max_payload());
+        let sent = self.context.send_publish(self.options.dead_subject(), message).await;
+        let ack = sent.map_err(unpublished)?.await.map_err(unpublished)?;
+        if ack.stream != self.options.dead_stream {
+            let wrong = format!("dead letters went to the stream {}", ack.stream);
+            return Err(JobsError::Failed(wrong.into()));
+        }
+        self.confirm(letter, AckKind::Term).await
+    }
+
+    /// Buries what is ready and is no job, or was begun too often.
+    async fn bury_poison(&self) {
+        let poison = self.state.lock().poison();
+        join_all(poison.iter().map(|letter| self.bury_one(letter))).await;
+    }
+
+    async fn bury_one(&self, letter: &Letter) {
+        let why = match &letter.asked {
+            Err(error) => Death { reason: "unreadable", error },
+            Ok(_) => Death { reason: "worker-gone", error: "its worker went away" },
+        };
+        if let Err(error) = self.bury(letter, &why).await {
+            let error = vedetta_core::explain(&error);
+            tracing::warn!(error, "a dead letter could not be stored; its message comes again");
+            return;
+        }
+        tracing::warn!(sequence = letter.sequence, why = why.error, "a message is dead");
+        let mut state = self.state.lock();
+        let attempts = state.attempt(letter).saturating_sub(1);
+        state.is_over(letter.sequence);
+        drop(state);
+        let story = Story {
+            worker: None,
+            started_at: None,
+            progress: 0.0,
+            message: None,
+            log: String::new(),
+        };
+        let mut step = Step::of(JobState::Dead, attempts, letter, &story);
+        step.error = Some(why.error.to_owned());
+        self.tell_of(letter, &step);
+    }
+
+    fn tell_of(&self, letter: &Letter, step: &Step) {
+        if let Ok(asked) = &letter.asked {
+            self.tell(JobId(letter.sequence), asked, || letter.payload(), step);
+        }
+    }
+
+    fn tell(&self, id: JobId, asked: &Asked, payload: impl FnOnce() -> Json, step: &Step) {
+        let Some(telling) = &self.telling else { return };
+        let now = SystemTime::now();
+        let error = step.error.as_ref().map(|error| shortened(error, LONGEST_TEXT));
+        telling.tell(Job {
+            id,
+            kind: asked.kind.clone(),
+            queue: self.options.queue.clone(),
+            connection: format!("nats {}", self.options.stream),
+            status: step.status,
+            payload: payload(),
+            cost: asked.cost,
+            priority: 0,
+            attempts: step.attempts,
+            max_attempts: asked.max_attempts,
+            timeout: asked.timeout,
+            unique_key: None,
+            tags: asked.tags.clone(),
+            progress: step.progress,
+            message: step.story.message.clone(),
+            log: step.story.log.clone(),
+            result: step.result.clone(),
+            error,
+            worker: step.story.worker.clone(),
+            queued_at: step.queued_at,
+            run_at: step.run_at,
+            started_at: step.story.started_at,
+            ended_at: step.status.is_over().then_some(now),
+            updated_at: now,
+        });
+    }
+}
+
+/// What a monitor is told of a job, beside what it was asked for.
+struct Step {
+    status: JobState,
+    attempts: u32,
+    queued_at: SystemTime,
+    run_at: SystemTime,
+    progress: f32,
+    result: Option<Json>,
+    error: Option<String>,
+    story: Story,
+}
+
+impl Step {
+    fn queued() -> Self {
+        let now = SystemTime::now();
+        let story = Story {
+            worker: None,
+            started_at: None,
+            progress: 0.0,
+            message: None,
+            log: String::new(),
+        };
+        Self {
+            status: JobState::Waiting,
+            attempts: 0,
+            queued_at: now,
+            run_at: now,
+            progress: 0.0,
+            result: None,
+            error: None,
+            story,
+        }
+    }
+
+    fn of(status: JobState, attempts: u32, letter: &Letter, story: &Story) -> Self {
+        Self {
+            status,
+            attempts,
+            queued_at: letter.published,
+            progress: story.progress,
+            story: story.clone(),
+            ..Self::queued()
+        }
+    }
+}
+
+fn unpublished(error: async_nats::jetstream::context::PublishError) -> JobsError {
+    match error.kind() {
+        PublishErrorKind::TimedOut
+        | PublishErrorKind::BrokenPipe
+        | PublishErrorKind::StreamNotFound
+        | PublishErrorKind::MaxAckPending => unavailable("publishing", error),
+        _ => failed("publishing", error),
+    }
+}
+
+type Cause = Box<dyn std::error::Error + Send + Sync>;
+
+/// Why the server did not do what it was asked.
+#[derive(Debug, thiserror::Error)]
+#[error("{what}")]
+struct Trouble {
+    what: String,
+    source: Cause,
+}
+
+fn unavailable(what: impl Into<String>, source: impl Into<Cause>) -> JobsError {
+    JobsError::Unavailable(Trouble { what: what.into(), source: source.into() }.into())
+}
+
+fn failed(what: impl Into<String>, source: impl Into<Cause>) -> JobsError {
+    JobsError::Failed(Trouble { what: what.into(), source: source.into() }.into())
+}

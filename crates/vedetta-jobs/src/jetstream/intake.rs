@@ -1,0 +1,378 @@
+//! What was pulled and what was handed out.
+//!
+//! ```text
+//!              one pull at a time        take
+//!  JetStream ──────────────────► ready ──────► held ──settle──► acknowledged
+//!      ▲                           │
+//!      └──── not taken in time ────┘
+//! ```
+//!
+//! A pull is opened by a take, for what that has room for; a pull that finds nothing stays open for a
+//! while, and what it brings later wakes who waits. What comes and is not taken within a heartbeat is
+//! given back: it costs more than there is room for, or its worker takes no more.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use async_nats::jetstream::AckKind;
+use async_nats::{Message, StatusCode, Subject, Subscriber};
+use futures_util::StreamExt as _;
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
+use tokio_util::sync::CancellationToken;
+use vedetta_core::queue::Settled;
+
+use super::letter::{Asked, Letter};
+use super::{Shared, pull_dies_after};
+use crate::job::Claim;
+
+/// Of so many jobs at most it is known which deliveries were no attempts.
+const FORGIVEN: usize = 1 << 16;
+
+/// How long the last messages of an inbox may take.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// All that changes.
+#[derive(Debug)]
+pub(super) struct State {
+    pub pull: Option<Pull>,
+    /// Where pulls are answered, each under its number.
+    inbox: String,
+    /// How many there were.
+    pulls: u64,
+    /// The last one brought as much as it asked for: there may be more.
+    pub was_full: bool,
+    /// Why the last one ended, if it should not have.
+    pub fault: Option<String>,
+    /// Pulled, and not taken.
+    pub ready: VecDeque<Ready>,
+    /// Taken, and not settled, by sequence.
+    held: HashMap<u64, Held>,
+    /// By sequence, the deliveries that were no attempts: this process gave them back.
+    forgiven: BTreeMap<u64, u32>,
+    /// What the last few messages cost.
+    cost: f64,
+}
+
+#[derive(Debug)]
+pub(super) struct Pull {
+    pub number: u64,
+    missing: usize,
+    /// If it gives no sign until then.
+    dead_at: Instant,
+}
+
+#[derive(Debug)]
+pub(super) struct Ready {
+    pub letter: Arc<Letter>,
+    at: Instant,
+}
+
+/// A message that was handed out.
+#[derive(Debug)]
+pub(super) struct Held {
+    pub letter: Arc<Letter>,
+    /// The how manieth attempt it is.
+    pub attempt: u32,
+    /// Until then it is given to nobody else.
+    pub until: Instant,
+    /// It is settled, but who said so was not told.
+    pub settled: Option<Settled>,
+    pub story: Story,
+}
+
+/// What a monitor is told of it.
+#[derive(Debug, Clone)]
+pub(super) struct Story {
+    pub worker: Option<String>,
+    pub started_at: Option<SystemTime>,
+    pub progress: f32,
+    pub message: Option<String>,
+    pub log: String,
+}
+
+impl State {
+    pub(super) fn new(inbox: String) -> Self {
+        Self {
+            pull: None,
+            inbox,
+            pulls: 0,
+            was_full: false,
+            fault: None,
+            ready: VecDeque::new(),
+            held: HashMap::new(),
+            forgiven: BTreeMap::new(),
+            cost: 1.0,
+        }
+    }
+
+    /// How often a message was begun, with this time.
+    pub(super) fn attempt(&self, letter: &Letter) -> u32 {
+        let forgiven = self.forgiven.get(&letter.sequence).copied().unwrap_or(0);
+        letter.delivered.saturating_sub(forgiven).max(1)
+    }
+
+    /// This delivery was no attempt.
+    pub(super) fn forgive(&mut self, sequence: u64) {
+        *self.forgiven.entry(sequence).or_default() += 1;
+        if self.forgiven.len() > FORGIVEN {
+            self.forgiven.pop_first();
+        }
+    }
+
+    /// There will be no more deliveries of it.
+    pub(super) fn is_over(&mut self, sequence: u64) {
+        self.forgiven.remove(&sequence);
+    }
+
+    /// Opens a pull for as much as there is room for, unless one is open: its number, its size, and where it
+    /// is answered.
+    pub(super) fn open(
+        &mut self,
+        room: u32,
+        most: usize,
+        silence: Duration,
+    ) -> Option<(u64, usize, String)> {
+        if self.pull.is_some() {
+            return None;
+        }
+        #[allow(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "neither large nor negative"
+        )]
+        let missing = ((f64::from(room) / self.cost) as usize).clamp(1, most);
+        self.pulls += 1;
+        self.was_full = false;
+        let number = self.pulls;
+        self.pull = Some(Pull { number, missing, dead_at: Instant::now() + silence });
+        Some((number, missing, format!("{}.{number}", self.inbox)))
+    }
+
+    /// The next message to hand out; those that are no jobs, or were begun too often, wait to be buried.
+    /// It is held until `ack_wait` after it came.
+    pub(super) fn next(&mut self, ack_wait: Duration) -> Option<(Arc<Letter>, Asked, Instant)> {
+        let at = (0..self.ready.len()).find(|at| !self.is_poison(&self.ready[*at].letter))?;
+        let asked = self.ready[at].letter.asked.clone().ok()?;
+        let ready = self.ready.remove(at)?;
+        Some((ready.letter, asked, ready.at + ack_wait))
+    }
+
+    /// Those.
+    pub(super) fn poison(&mut self) -> Vec<Arc<Letter>> {
+        let ready = std::mem::take(&mut self.ready);
+        let (poison, ready): (Vec<_>, Vec<_>) =
+            ready.into_iter().partition(|ready| self.is_poison(&ready.letter));
+        self.ready = ready.into();
+        poison.into_iter().map(|ready| ready.letter).collect()
+    }
+
+    fn is_poison(&self, letter: &Letter) -> bool {
+        let exhausted = |most: u32| self.attempt(letter) > most;
+        letter.asked.as_ref().map_or(true, |asked| exhausted(asked.max_attempts))
+    }
+
+    /// What all that is ready costs.
+    pub(super) fn ready_cost(&self, capacity: u32) -> u32 {
+        let costs = self.ready.iter().filter_map(|ready| ready.letter.asked.as_ref().ok());
+        costs.fold(0, |sum: u32, asked| sum.saturating_add(asked.cost.min(capacity)))
+    }
+
+    pub(super) fn hold(&mut self, letter: Arc<Letter>, worker: &str, until: Instant) -> &Held {
+        let held = Held {
+            attempt: self.attempt(&letter),
+            until,
+            settled: None,
+            story: Story {
+                worker: Some(worker.to_owned()),
+                started_at: Some(SystemTime::now()),
+                progress: 0.0,
+                message: None,
+                log: String::new(),
+            },
+            letter,
+        };
+        let sequence = held.letter.sequence;
+        self.held.insert(sequence, held);
+        &self.held[&sequence]
+    }
+
+    /// What is held by this claim, for sure.
+    pub(super) fn held(&mut self, claim: Claim) -> Option<&mut Held> {
+        let held = self.held.get_mut(&claim.id.0)?;
+        (held.letter.delivery == claim.token && Instant::now() < held.until).then_some(held)
+    }
+
+    pub(super) fn let_go(&mut self, claim: Claim) {
+        if self.held.get(&claim.id.0).is_some_and(|held| held.letter.delivery == claim.token) {
+            self.held.remove(&claim.id.0);
+        }
+    }
+
+    /// What nobody kept is nobody's.
+    fn forget_lapsed(&mut self) {
+        let now = Instant::now();
+        self.held.retain(|_, held| now < held.until);
+    }
+
+    /// How many messages are here, and not settled.
+    pub(super) fn ours(&self) -> usize {
+        self.ready.len() + self.held.len()
+    }
+
+    /// Where to acknowledge what is ready since before then.
+    pub(super) fn came_before(&self, then: Instant) -> Vec<Subject> {
+        let early = self.ready.iter().filter(|ready| ready.at < then);
+        early.map(|ready| ready.letter.reply.clone()).collect()
+    }
+
+    /// Takes in a message. Whether an older delivery of it was held here, which is lost now.
+    fn arrived(&mut self, letter: Letter) -> bool {
+        if let Some(pull) = &mut self.pull {
+            pull.missing = pull.missing.saturating_sub(1);
+            if pull.missing == 0 {
+                (self.pull, self.was_full) = (None, true);
+            }
+        }
+        if let Ok(asked) = &letter.asked {
+            self.cost += (f64::from(asked.cost) - self.cost) / 4.0;
+        }
+        let sequence = letter.sequence;
+        self.ready.retain(|ready| ready.letter.sequence != sequence);
+        self.ready.push_back(Ready { letter: Arc::new(letter), at: Instant::now() });
+        self.held.remove(&sequence).is_some()
+    }
+
+    /// What was ready for too long.
+    fn overdue(&mut self, patience: Duration) -> Vec<Arc<Letter>> {
+        let old = |ready: &Ready| ready.at.elapsed() >= patience;
+        let mut overdue = Vec::new();
+        while self.ready.front().is_some_and(old) {
+            overdue.extend(self.ready.pop_front().map(|ready| ready.letter));
+        }
+        overdue
+    }
+}
+
+/// Takes in what comes, until told to stop; then gives back what is ready.
+pub(super) async fn run(
+    shared: &Shared,
+    mut inbox: Subscriber,
+    mut left: mpsc::Receiver<oneshot::Sender<()>>,
+    stop: CancellationToken,
+) {
+    // So what is not taken in time is noticed within a heartbeat.
+    let patience = shared.options.heartbeat * 3 / 4;
+    let mut ticks = interval((shared.options.heartbeat / 4).min(Duration::from_millis(250)));
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            () = stop.cancelled() => break,
+            message = inbox.next() => match message {
+                Some(message) => shared.take_in(message),
+                None => break,
+            },
+            Some(done) = left.recv() => {
+                let name = shared.client.new_inbox();
+                let Ok(next) = shared.client.subscribe(format!("{name}.*")).await else { continue };
+                shared.leave(std::mem::replace(&mut inbox, next), name).await;
+                // If nobody waits for it any more, it is done all the same.
+                let _ = done.send(());
+            }
+            _ = ticks.tick() => {
+                shared.bury_dead_pull();
+                let overdue = {
+                    let mut state = shared.state.lock();
+                    state.forget_lapsed();
+                    state.overdue(patience)
+                };
+                shared.give_back(&overdue).await;
+            }
+        }
+    }
+    shared.leave(inbox, String::new()).await;
+}
+
+impl Shared {
+    fn take_in(&self, message: Message) {
+        match message.status {
+            None | Some(StatusCode::OK) => {
+                let Some(letter) = Letter::read(message, &self.context, &self.options) else {
+                    return;
+                };
+                if self.state.lock().arrived(letter) {
+                    self.look.notify_one();
+                }
+            }
+            Some(status) => self.heard(&message, status),
+        }
+        self.turn.notify_waiters();
+        self.more.notify_one();
+    }
+
+    /// A pull gave a sign, or ended.
+    fn heard(&self, message: &Message, status: StatusCode) {
+        let number = message.subject.rsplit('.').next().and_then(|number| number.parse().ok());
+        let mut state = self.state.lock();
+        let Some(pull) = state.pull.as_mut().filter(|pull| Some(pull.number) == number) else {
+            return;
+        };
+        match status {
+            StatusCode::IDLE_HEARTBEAT => {
+                pull.dead_at = Instant::now() + pull_dies_after(&self.options);
+                return;
+            }
+            StatusCode::TIMEOUT | StatusCode::NOT_FOUND => {}
+            other => {
+                let why = message.description.as_deref().unwrap_or("no more is said");
+                let why = format!("the server ended a pull: {other}, {why}");
+                state.fault = Some(why);
+            }
+        }
+        state.pull = None;
+    }
+
+    fn bury_dead_pull(&self) {
+        let mut state = self.state.lock();
+        if state.pull.as_ref().is_some_and(|pull| pull.dead_at <= Instant::now()) {
+            state.pull = None;
+            drop(state);
+            self.turn.notify_waiters();
+            self.more.notify_one();
+        }
+    }
+
+    /// A connection that was lost took its pull with it.
+    pub(super) fn reconnected(&self) {
+        self.state.lock().pull = None;
+        self.turn.notify_waiters();
+        self.more.notify_one();
+    }
+
+    /// Has nothing more come to an inbox, and gives back what did.
+    async fn leave(&self, mut inbox: Subscriber, next: String) {
+        {
+            let mut state = self.state.lock();
+            (state.pull, state.inbox) = (None, next);
+        }
+        if inbox.drain().await.is_ok() {
+            while let Ok(Some(message)) = timeout(LAST_WORDS, inbox.next()).await {
+                self.take_in(message);
+            }
+        }
+        let left = self.state.lock().overdue(Duration::ZERO);
+        self.give_back(&left).await;
+        let _ = timeout(LAST_WORDS, self.client.flush()).await;
+    }
+
+    async fn give_back(&self, letters: &[Arc<Letter>]) {
+        for letter in letters {
+            // If it is lost, the message comes back when its time is over.
+            let given = self.client.publish(letter.reply.clone(), AckKind::Nak(None).into()).await;
+            if given.is_ok() {
+                self.state.lock().forgive(letter.sequence);
+            }
+        }
+    }
+}

@@ -1,0 +1,852 @@
+//! Jobs in a real NATS JetStream.
+
+#[macro_use]
+#[allow(dead_code, unused_macros, reason = "a stream keeps no ledger")]
+mod suite;
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::num::NonZeroU32;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use async_nats::jetstream::consumer::{AckPolicy, pull};
+use async_nats::jetstream::{Context, stream};
+use async_trait::async_trait;
+use parking_lot::Mutex;
+use testing::nats::Server;
+use testing::soon;
+use tokio::task::JoinSet;
+use vedetta_core::JobState;
+use vedetta_core::queue::{Kept, Settled, Woken};
+use vedetta_jobs::jetstream::{JetStream, Options};
+use vedetta_jobs::{
+    BoxError, Claim, DEFAULT_QUEUE, Enqueued, Fate, Given, Job, JobId, Jobs, JobsError, Monitor,
+    NewJob, Note, Taken, Wanted, When, Work, Worker, Working,
+};
+
+use crate::suite::{HOUR, World, done, eventually};
+
+const STREAM: &str = "MEDIA";
+const SUBJECT: &str = "media.files";
+const DURABLE: &str = "transcode";
+
+fn some(number: u32) -> NonZeroU32 {
+    NonZeroU32::new(number).unwrap()
+}
+
+/// A consumer that notices within a second that its worker is gone.
+fn quick() -> Options {
+    Options {
+        ack_wait: Duration::from_secs(1),
+        heartbeat: Duration::from_millis(300),
+        fetch_timeout: Duration::from_millis(300),
+        default_kind: Some("transcode".into()),
+        ..Options::new(STREAM, SUBJECT, DURABLE, some(1000))
+    }
+}
+
+/// The same, with time for a slow machine to keep what runs.
+fn steady() -> Options {
+    Options { ack_wait: Duration::from_secs(2), ..quick() }
+}
+
+/// A consumer that waits long.
+fn patient() -> Options {
+    let (ack_wait, heartbeat) = (HOUR * 2, Duration::from_secs(60));
+    Options { ack_wait, heartbeat, ..quick() }
+}
+
+async fn open(server: &Server, options: Options) -> JetStream {
+    JetStream::open(&server.url(), options, None).await.unwrap()
+}
+
+async fn refused(server: &Server, options: Options) -> String {
+    match JetStream::open(&server.url(), options, None).await {
+        Err(JobsError::Invalid(why)) => why,
+        other => panic!("it was to be refused: {other:?}"),
+    }
+}
+
+/// Somebody who knows nothing of us.
+async fn stranger(server: &Server) -> Context {
+    async_nats::jetstream::new(async_nats::connect(server.url()).await.unwrap())
+}
+
+async fn publish(context: &Context, body: &'static [u8]) {
+    context.publish(SUBJECT, body.into()).await.unwrap().await.unwrap();
+}
+
+fn wanted(room: u32) -> Wanted<'static> {
+    let lease = quick().ack_wait;
+    Wanted { queue: DEFAULT_QUEUE, worker: "anna", room, capacity: 1000, lease }
+}
+
+async fn take(jobs: &JetStream, room: u32) -> Vec<Given> {
+    jobs.take(&wanted(room)).await.unwrap().jobs
+}
+
+/// Waits until there is one to take, and takes it alone.
+async fn comes(jobs: &JetStream) -> Given {
+    soon("a job comes", async {
+        loop {
+            if let Some(job) = take(jobs, 1).await.pop() {
+                return job;
+            }
+            jobs.woken(DEFAULT_QUEUE).await;
+        }
+    })
+    .await
+}
+
+async fn settle(jobs: &JetStream, claim: Claim, fate: Fate) -> Settled {
+    jobs.settle(&[(claim, fate)]).await.unwrap()[0]
+}
+
+/// How many messages a stream holds.
+async fn count(context: &Context, stream: &str) -> u64 {
+    context.get_stream(stream).await.unwrap().cached_info().state.messages
+}
+
+/// The headers and the body of the dead letter with this number.
+async fn dead_letter(context: &Context, number: u64) -> (BTreeMap<String, String>, String) {
+    let stream = context.get_stream("MEDIA_DEAD").await.unwrap();
+    let letter = stream.get_raw_message(number).await.unwrap();
+    let headers = letter.headers.iter().map(|(name, values)| {
+        (AsRef::<str>::as_ref(name).to_owned(), values[0].as_str().to_owned())
+    });
+    (headers.collect(), String::from_utf8_lossy(&letter.payload).into_owned())
+}
+
+// --- the suite ------------------------------------------------------------------------------------
+
+/// One stream per queue, as one cannot be several.
+struct Streams {
+    url: String,
+    lease: Duration,
+    open: tokio::sync::Mutex<HashMap<String, Arc<JetStream>>>,
+}
+
+impl Streams {
+    async fn of(&self, queue: &str) -> Arc<JetStream> {
+        let mut open = self.open.lock().await;
+        if let Some(stream) = open.get(queue) {
+            return Arc::clone(stream);
+        }
+        let name =
+            format!("{:x?}", queue.as_bytes()).replace(['[', ']', ' '], "").replace(',', "-");
+        let options = Options {
+            queue: queue.into(),
+            ack_wait: self.lease,
+            heartbeat: self.lease / 4,
+            fetch_batch: some(1000),
+            dead_stream: format!("{name}_DEAD"),
+            stream: name.clone(),
+            subject: format!("jobs.{name}"),
+            ..quick()
+        };
+        let stream = JetStream::open(&self.url, options, None).await.unwrap();
+        Arc::clone(open.entry(queue.into()).or_insert_with(|| Arc::new(stream)))
+    }
+}
+
+#[async_trait]
+impl Jobs for Streams {
+    async fn enqueue(&self, jobs: &[NewJob]) -> Result<Vec<Enqueued>, JobsError> {
+        let queues: HashSet<&str> = jobs.iter().map(|job| job.queue.as_str()).collect();
+        if let [queue] = queues.into_iter().collect::<Vec<_>>()[..] {
+            jobs[0].check()?;
+            return self.of(queue).await.enqueue(jobs).await;
+        }
+        let mut all = Vec::new();
+        jobs.iter().try_for_each(NewJob::check)?;
+        for job in jobs {
+            all.extend(self.of(&job.queue).await.enqueue(std::slice::from_ref(job)).await?);
+        }
+        Ok(all)
+    }
+
+    async fn take(&self, wanted: &Wanted<'_>) -> Result<Taken, JobsError> {
+        let wanted = Wanted { lease: wanted.lease.min(self.lease), ..*wanted };
+        self.of(wanted.queue).await.take(&wanted).await
+    }
+
+    async fn keep(&self, held: &[(Claim, Note)]) -> Result<Vec<Kept>, JobsError> {
+        self.of(DEFAULT_QUEUE).await.keep(held).await
+    }
+
+    async fn settle(&self, ended: &[(Claim, Fate)]) -> Result<Vec<Settled>, JobsError> {
+        let mut settled = self.of(DEFAULT_QUEUE).await.settle(ended).await?;
+        // Whose it is only its stream knows.
+        for other in self.open.lock().await.values() {
+            for (settled, told) in settled.iter_mut().zip(other.settle(ended).await?) {
+                if *settled == Settled::Stale {
+                    *settled = told;
+                }
+            }
+        }
+        Ok(settled)
+    }
+
+    async fn woken(&self, queue: &str) -> Woken {
+        self.of(queue).await.woken(queue).await
+    }
+}
+
+/// A server with streams whose leases last so many milliseconds: they are the consumer's.
+struct Place<const LEASE: u64> {
+    server: Arc<Server>,
+    jobs: Arc<Streams>,
+}
+
+const AN_HOUR: u64 = 3_600_000;
+const A_SECOND: u64 = 1000;
+const A_MOMENT: u64 = 400;
+
+impl<const LEASE: u64> Place<LEASE> {
+    fn at(server: Arc<Server>) -> Self {
+        let lease = Duration::from_millis(LEASE);
+        let jobs = Streams { url: server.url(), lease, open: tokio::sync::Mutex::default() };
+        Self { server, jobs: Arc::new(jobs) }
+    }
+}
+
+impl<const LEASE: u64> World for Place<LEASE> {
+    type Jobs = Streams;
+
+    async fn new() -> Self {
+        // The largest payload and its headers are more than the million that is usual.
+        Self::at(Arc::new(Server::start_with("max_payload: 2MB").await))
+    }
+
+    async fn neighbour(&self) -> Self {
+        Self::at(Arc::clone(&self.server))
+    }
+
+    async fn reopened(self) -> Self {
+        let server = Arc::clone(&self.server);
+        drop(self);
+        Self::at(server)
+    }
+
+    fn jobs(&self) -> &Arc<Streams> {
+        &self.jobs
+    }
+}
+
+// All stories for every backend but the one that needs unique keys, which streams refuse.
+mod with_long_leases {
+    stories! { crate::Place<{ crate::AN_HOUR }>;
+        jobs {
+            the_largest_payload_comes_out_whole
+            many_are_taken_on_all_or_none
+            each_queue_hands_out_its_own
+            a_take_fills_its_room_by_cost_and_the_last_may_overshoot
+            what_costs_more_than_the_capacity_counts_as_the_capacity
+            many_who_take_at_once_share_what_is_due
+            a_take_says_whether_there_may_be_more
+            what_is_to_be_tried_again_or_later_comes_back_then_and_not_before
+            what_is_released_comes_back_at_once
+            many_are_kept_and_settled_each_by_its_own_claim
+            an_end_that_is_told_twice_does_no_harm
+            everybody_who_waits_is_woken_by_new_jobs
+            what_is_put_back_wakes_who_waits
+            what_happened_before_somebody_waits_wakes_them_too
+        }
+    }
+}
+
+mod with_short_leases {
+    stories! { crate::Place<{ crate::A_MOMENT }>;
+        jobs {
+            a_kept_job_is_handed_out_to_nobody_else
+            a_job_that_is_not_kept_goes_to_another_and_its_first_worker_has_lost_it
+            what_is_done_or_dead_is_not_handed_out_again
+            no_job_is_lost_by_a_restart
+        }
+    }
+}
+
+mod at_work {
+    stories! { crate::Place<{ crate::A_SECOND }>;
+        work {
+            fourteen_of_cost_1_run_at_once_on_14_slots
+            a_4k_job_takes_all_14_and_ten_small_ones_run_after_it
+            after_a_1080p_job_five_of_cost_4_run_three_and_then_two
+            parts_of_jobs_take_slots_each_for_itself
+            a_job_far_longer_than_its_lease_runs_once
+            what_a_worker_that_went_away_had_is_soon_anothers
+            a_worker_that_is_stopped_finishes_what_runs_and_gives_back_the_rest
+            a_paused_worker_takes_nothing_until_it_is_resumed
+            whatever_a_handler_does_is_its_jobs_alone
+            a_job_can_ask_to_be_tried_later
+            what_nobody_can_do_is_not_tried_for_ever
+        }
+    }
+}
+
+// --- the consumer ---------------------------------------------------------------------------------
+
+async fn consumer(context: &Context) -> async_nats::jetstream::consumer::Info {
+    let stream = context.get_stream_no_info(STREAM).await.unwrap();
+    stream.consumer_info(DURABLE).await.unwrap()
+}
+
+#[tokio::test]
+async fn the_stream_and_its_durable_pull_consumer_are_made_as_configured() {
+    let server = Server::start().await;
+    let jobs = open(&server, Options::new(STREAM, SUBJECT, DURABLE, some(14))).await;
+    let context = stranger(&server).await;
+    let found = consumer(&context).await.config;
+    let seconds = Duration::from_secs;
+    assert_eq!(found.durable_name.as_deref(), Some(DURABLE));
+    assert_eq!((found.deliver_subject, found.ack_policy), (None, AckPolicy::Explicit));
+    assert_eq!((found.ack_wait, found.max_ack_pending), (seconds(300), 14));
+    assert_eq!((found.max_deliver, found.backoff), (-1, vec![]));
+    assert_eq!(found.filter_subject, SUBJECT);
+    let defaults = Options::new(STREAM, SUBJECT, DURABLE, some(14));
+    assert_eq!(defaults.heartbeat, seconds(30));
+    assert_eq!((defaults.fetch_batch.get(), defaults.fetch_timeout), (5, seconds(2)));
+    let stream = context.get_stream(STREAM).await.unwrap().cached_info().config.clone();
+    assert_eq!(
+        (stream.retention, stream.storage),
+        (stream::RetentionPolicy::WorkQueue, stream::StorageType::File)
+    );
+    let warned = |of: &str| jobs.warnings().iter().any(|warning| warning.contains(of));
+    assert!(warned("one replica") && warned("sync_interval"), "{:?}", jobs.warnings());
+    // Who comes later finds all as it should be.
+    open(&server, Options::new(STREAM, SUBJECT, DURABLE, some(14))).await;
+}
+
+#[tokio::test]
+async fn what_would_deliver_live_work_again_is_refused() {
+    let server = Server::start().await;
+    let of = |ack_wait: u64, heartbeat: u64| Options {
+        ack_wait: Duration::from_secs(ack_wait),
+        heartbeat: Duration::from_secs(heartbeat),
+        ..quick()
+    };
+    for (ack_wait, heartbeat) in [(30, 30), (30, 11), (0, 0), (30, 0)] {
+        let why = refused(&server, of(ack_wait, heartbeat)).await;
+        assert!(why.contains("heartbeat") && why.contains("ack wait"), "{why}");
+    }
+    of(30, 10).check().unwrap();
+    for options in [
+        Options { stream: "a.b".into(), ..quick() },
+        Options { stream: String::new(), ..quick() },
+        Options { durable: "a b".into(), ..quick() },
+        Options { subject: "a..b".into(), ..quick() },
+        Options { subject: String::new(), ..quick() },
+        Options { dead_stream: STREAM.into(), ..quick() },
+        Options { queue: "no queue".into(), ..quick() },
+        Options { default_kind: Some("no kind".into()), ..quick() },
+        Options { fetch_timeout: Duration::ZERO, ..quick() },
+    ] {
+        assert!(matches!(options.check(), Err(JobsError::Invalid(_))), "{options:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_consumer_that_differs_is_refused_by_field_wanted_and_found() {
+    let server = Server::start().await;
+    drop(open(&server, quick()).await);
+    let context = stranger(&server).await;
+    let stream = context.get_stream(STREAM).await.unwrap();
+    let good = pull::Config {
+        durable_name: Some(DURABLE.into()),
+        ack_policy: AckPolicy::Explicit,
+        ack_wait: quick().ack_wait,
+        filter_subject: SUBJECT.into(),
+        max_ack_pending: 1000,
+        ..pull::Config::default()
+    };
+    let second = Duration::from_secs;
+    for (config, field, wanted, found) in [
+        (pull::Config { ack_wait: second(30), ..good.clone() }, "ack_wait", "1s", "30s"),
+        (pull::Config { max_deliver: 3, ..good.clone() }, "max_deliver", "-1", "3"),
+        (pull::Config { headers_only: true, ..good.clone() }, "headers_only", "false", "true"),
+        (
+            pull::Config { filter_subject: String::new(), ..good.clone() },
+            "filter_subject",
+            SUBJECT,
+            "",
+        ),
+        (
+            pull::Config { backoff: vec![second(1), second(5)], max_deliver: 5, ..good.clone() },
+            "backoff",
+            "[]",
+            "[1s, 5s]",
+        ),
+    ] {
+        stream.delete_consumer(DURABLE).await.unwrap();
+        stream.create_consumer(config).await.unwrap();
+        let why = refused(&server, quick()).await;
+        let told = format!("another {field}: wanted {wanted}, found {found}");
+        assert!(why.contains(&told) && why.contains(DURABLE), "{why}");
+    }
+    // A stream that does not have the subject.
+    stream.delete_consumer(DURABLE).await.unwrap();
+    let elsewhere = Options { subject: "other".into(), ..quick() };
+    let opened = JetStream::open(&server.url(), elsewhere, None).await;
+    assert!(matches!(opened, Err(JobsError::Failed(_))), "{opened:?}");
+}
+
+#[tokio::test]
+async fn max_ack_pending_is_raised_and_never_lowered() {
+    let server = Server::start().await;
+    let of = |most: u32| Options { max_ack_pending: some(most), ..quick() };
+    let context = stranger(&server).await;
+    for (asked, found) in [(14, 14), (42, 42), (14, 42)] {
+        let jobs = open(&server, of(asked)).await;
+        assert_eq!(consumer(&context).await.config.max_ack_pending, found);
+        let warned =
+            jobs.warnings().iter().any(|warning| warning.contains("max_ack_pending of 42"));
+        assert_eq!(warned, i64::from(asked) < found);
+    }
+}
+
+#[tokio::test]
+async fn settings_that_can_lose_jobs_are_told() {
+    let server = Server::start().await;
+    let context = stranger(&server).await;
+    let lossy = stream::Config {
+        name: STREAM.into(),
+        subjects: vec!["media.>".into()],
+        storage: stream::StorageType::Memory,
+        max_age: Duration::from_secs(3600),
+        max_messages: 1000,
+        retention: stream::RetentionPolicy::Interest,
+        ..stream::Config::default()
+    };
+    context.create_stream(lossy).await.unwrap();
+    let jobs = open(&server, quick()).await;
+    for risk in ["in memory", "max_age of 1h", "max_msgs of 1000", "interested in"] {
+        let told = jobs.warnings().iter().any(|told| told.contains(risk) && told.contains(STREAM));
+        assert!(told, "{risk}: {:?}", jobs.warnings());
+    }
+}
+
+#[tokio::test]
+async fn no_more_is_pulled_than_there_is_room_for() {
+    let server = Server::start().await;
+    let jobs = open(&server, patient()).await;
+    let context = stranger(&server).await;
+    jobs.enqueue(&vec![NewJob::new("transcode"); 40]).await.unwrap();
+    assert_eq!(take(&jobs, 3).await.len(), 3);
+    assert_eq!(consumer(&context).await.num_ack_pending, 3);
+    let more = take(&jobs, 14).await.len();
+    assert!((1..=14).contains(&more), "{more}");
+    let pending = consumer(&context).await.num_ack_pending;
+    assert!(pending <= 3 + 14, "{pending}");
+}
+
+#[tokio::test]
+async fn what_is_pulled_and_finds_no_room_goes_to_somebody_else() {
+    let server = Server::start().await;
+    let (busy, idle) = (open(&server, quick()).await, open(&server, quick()).await);
+    let large = NewJob { cost: 10, ..NewJob::new("transcode") };
+    let ids = busy.enqueue(&[large, NewJob::new("transcode")]).await.unwrap();
+    let given = take(&busy, 10).await;
+    assert_eq!(given.iter().map(|given| given.claim.id).collect::<Vec<_>>(), [ids[0].id]);
+    soon("the other gets it while the first is busy", async {
+        while comes(&idle).await.claim.id != ids[1].id {
+            busy.keep(&[(given[0].claim, Note::default())]).await.unwrap();
+        }
+    })
+    .await;
+}
+
+// --- messages as jobs -----------------------------------------------------------------------------
+
+#[tokio::test]
+async fn jobs_come_out_of_a_stream_as_they_went_in() {
+    let server = Server::start().await;
+    let jobs = open(&server, patient()).await;
+    let job = NewJob {
+        cost: 64,
+        max_attempts: 9,
+        timeout: Some(Duration::from_millis(21_600_001)),
+        tags: vec!["eu".into(), "film:1/a".into()],
+        ..NewJob::new("mail/send:v1.2-b").payload(&serde_json::json!({ "to": "Zoë" })).unwrap()
+    };
+    jobs.enqueue(std::slice::from_ref(&job)).await.unwrap();
+    let given = comes(&jobs).await;
+    assert_eq!((&given.kind, given.payload.get()), (&job.kind, job.payload.get()));
+    assert_eq!((given.cost, given.max_attempts, given.attempt), (64, 9, 1));
+    assert_eq!((given.timeout, given.tags), (job.timeout, job.tags));
+}
+
+#[tokio::test]
+async fn a_message_of_a_stranger_is_a_job_of_the_default_kind() {
+    let server = Server::start().await;
+    let jobs = open(&server, patient()).await;
+    let context = stranger(&server).await;
+    for (body, payload) in [
+        (br#" {"Key": "film.mp4"} "#.as_slice(), r#"{"Key": "film.mp4"}"#),
+        (b"film.mp4", r#""film.mp4""#),
+        (b"", r#""""#),
+        (b"{\"half\":", r#""{\"half\":""#),
+        (b"\xff\x00", r#"{"base64":"/wA="}"#),
+    ] {
+        publish(&context, body).await;
+        let given = comes(&jobs).await;
+        assert_eq!((given.kind.as_str(), given.payload.get()), ("transcode", payload));
+        assert_eq!((given.cost, given.attempt, given.timeout), (1, 1, None));
+        assert_eq!(settle(&jobs, given.claim, done()).await, Settled::Gone);
+    }
+    assert_eq!(count(&context, STREAM).await, 0);
+}
+
+#[tokio::test]
+async fn a_message_that_is_no_job_is_a_dead_letter_that_says_why() {
+    let server = Server::start().await;
+    let jobs = open(&server, Options { default_kind: None, ..quick() }).await;
+    let context = stranger(&server).await;
+    let faults = [
+        ("Vedetta-Cost", "much"),
+        ("Vedetta-Cost", "0"),
+        ("Vedetta-Max-Attempts", "-1"),
+        ("Vedetta-Timeout", "0s"),
+        ("Vedetta-Kind", "no kind"),
+    ];
+    for (name, value) in faults {
+        let mut headers = async_nats::HeaderMap::new();
+        headers.insert("Vedetta-Kind", "transcode");
+        headers.insert(name, value);
+        context.publish_with_headers(SUBJECT, headers, "x".into()).await.unwrap().await.unwrap();
+    }
+    publish(&context, b"no headers").await;
+    eventually("all are dead letters", async || {
+        assert!(take(&jobs, 10).await.is_empty());
+        count(&context, "MEDIA_DEAD").await == 6 && count(&context, STREAM).await == 0
+    })
+    .await;
+    let mut errors = Vec::new();
+    for number in 1..=6 {
+        let (headers, _) = dead_letter(&context, number).await;
+        assert_eq!(headers["Vedetta-Dead-Reason"], "unreadable");
+        errors.push(headers["Vedetta-Dead-Error"].clone());
+    }
+    for (name, value) in &faults[..4] {
+        let told = |error: &String| error.contains(name) && error.contains(value);
+        assert!(errors.iter().any(told), "{name} {value}: {errors:?}");
+    }
+    assert!(errors.iter().any(|error| error.contains("no header Vedetta-Kind")), "{errors:?}");
+}
+
+#[tokio::test]
+async fn what_streams_cannot_do_is_refused() {
+    let server = Server::start().await;
+    let jobs = open(&server, quick()).await;
+    let job = || NewJob::new("transcode");
+    let tomorrow = std::time::SystemTime::now() + Duration::from_secs(86_400);
+    for (job, why) in [
+        (job().unique("key"), "unique_key"),
+        (NewJob { priority: 1, ..job() }, "priority"),
+        (job().when(When::After(Duration::from_secs(1))), "run_at"),
+        (job().when(When::At(tomorrow)), "run_at"),
+        (job().queue("other"), "other"),
+        (job().payload(&"x".repeat(1024 * 1024 - 100)).unwrap(), "bytes"),
+    ] {
+        match jobs.enqueue(&[NewJob::new("good"), job]).await {
+            Err(JobsError::Invalid(told)) => assert!(told.contains(why), "{told}"),
+            other => panic!("{why}: {other:?}"),
+        }
+    }
+    for wrong in [
+        Wanted { lease: quick().ack_wait * 2, ..wanted(1) },
+        Wanted { queue: "other", ..wanted(1) },
+    ] {
+        assert!(matches!(jobs.take(&wrong).await, Err(JobsError::Invalid(_))), "{wrong:?}");
+    }
+    assert!(take(&jobs, 10).await.is_empty(), "none of a batch was taken on");
+    jobs.enqueue(&[job().when(When::At(std::time::UNIX_EPOCH))]).await.unwrap();
+    comes(&jobs).await;
+}
+
+// --- ends -----------------------------------------------------------------------------------------
+
+#[tokio::test]
+async fn what_fails_for_good_is_a_dead_letter_before_it_is_gone() {
+    let server = Server::start().await;
+    let jobs = open(&server, patient()).await;
+    let context = stranger(&server).await;
+    let job = NewJob { max_attempts: 1, ..NewJob::new("mail") };
+    jobs.enqueue(&[job.clone().payload(&7).unwrap(), job.payload(&8).unwrap()]).await.unwrap();
+    let error = "no such\r\norder ✗".to_owned();
+    let first = comes(&jobs).await.claim;
+    assert_eq!(settle(&jobs, first, Fate::Dead { error: error.clone() }).await, Settled::Parked);
+    let again = Fate::Again { after: Duration::ZERO, error };
+    let second = comes(&jobs).await.claim;
+    assert_eq!(settle(&jobs, second, again).await, Settled::Parked, "it was its last attempt");
+    for (number, reason, body) in [(1, "failed", "7"), (2, "failed-too-often", "8")] {
+        let (headers, found) = dead_letter(&context, number).await;
+        assert_eq!(found, body);
+        for (name, value) in [
+            ("Vedetta-Kind", "mail"),
+            ("Vedetta-Max-Attempts", "1"),
+            ("Vedetta-Dead-Reason", reason),
+            ("Vedetta-Dead-Error", "no such  order ✗"),
+            ("Vedetta-Dead-Stream", STREAM),
+            ("Vedetta-Dead-Subject", SUBJECT),
+            ("Vedetta-Dead-Sequence", body.replace('7', "1").replace('8', "2").as_str()),
+            ("Vedetta-Dead-Deliveries", "1"),
+        ] {
+            assert_eq!(headers.get(name).map(String::as_str), Some(value), "{name}");
+        }
+    }
+    assert_eq!(count(&context, STREAM).await, 0);
+}
+
+#[tokio::test]
+async fn what_kills_its_workers_is_a_dead_letter_after_its_last_attempt() {
+    let server = Server::start().await;
+    let context = stranger(&server).await;
+    let jobs = open(&server, quick()).await;
+    let job = NewJob { max_attempts: 2, ..NewJob::new("poison") };
+    jobs.enqueue(&[job]).await.unwrap();
+    assert_eq!(comes(&jobs).await.attempt, 1);
+    let other = open(&server, quick()).await;
+    assert_eq!(comes(&other).await.attempt, 2);
+    eventually("it is a dead letter", async || {
+        assert!(take(&jobs, 1).await.is_empty(), "it had its attempts");
+        count(&context, "MEDIA_DEAD").await == 1 && count(&context, STREAM).await == 0
+    })
+    .await;
+    let (headers, _) = dead_letter(&context, 1).await;
+    assert_eq!(headers["Vedetta-Dead-Reason"], "worker-gone");
+    assert_eq!(headers["Vedetta-Dead-Error"], "its worker went away");
+    assert_eq!(headers["Vedetta-Dead-Deliveries"], "3");
+}
+
+#[tokio::test]
+async fn what_is_snoozed_or_released_was_no_attempt() {
+    let server = Server::start().await;
+    let jobs = open(&server, patient()).await;
+    jobs.enqueue(&[NewJob { max_attempts: 1, ..NewJob::new("poll") }]).await.unwrap();
+    for fate in
+        [Fate::Snooze(Duration::from_millis(10)), Fate::Released, Fate::Snooze(Duration::ZERO)]
+    {
+        let given = comes(&jobs).await;
+        assert_eq!(given.attempt, 1);
+        settle(&jobs, given.claim, fate).await;
+    }
+    assert_eq!(comes(&jobs).await.attempt, 1);
+}
+
+#[tokio::test]
+async fn an_end_that_comes_too_late_is_refused() {
+    let server = Server::start().await;
+    let jobs = open(&server, quick()).await;
+    jobs.enqueue(&[NewJob::new("slow")]).await.unwrap();
+    let late = comes(&jobs).await.claim;
+    // It comes back to the same worker, too.
+    let again = comes(&jobs).await;
+    assert_eq!((again.claim.id, again.attempt), (late.id, 2));
+    assert_eq!(jobs.keep(&[(late, Note::default())]).await.unwrap(), [Kept::Lost]);
+    assert_eq!(settle(&jobs, late, done()).await, Settled::Stale);
+    // Nobody has it yet, but somebody may.
+    tokio::time::sleep(quick().ack_wait).await;
+    assert_eq!(settle(&jobs, again.claim, done()).await, Settled::Stale);
+    comes(&jobs).await;
+}
+
+// --- workers --------------------------------------------------------------------------------------
+
+/// A worker who takes this long over each film, and counts those that were begun.
+fn worker(capacity: u32, time: Duration, begun: &Arc<AtomicU32>) -> Worker {
+    let begun = Arc::clone(begun);
+    let worker = Worker::new(DEFAULT_QUEUE).capacity(some(capacity));
+    let worker = worker.lease(steady().ack_wait).heartbeat(steady().heartbeat);
+    worker.handler("film", move |_: Work, (): ()| {
+        begun.fetch_add(1, Ordering::Relaxed);
+        async move {
+            tokio::time::sleep(time).await;
+            Ok::<_, BoxError>(())
+        }
+    })
+}
+
+fn start(worker: Worker, jobs: &Arc<JetStream>) -> Working {
+    worker.start(Arc::clone(jobs) as Arc<dyn Jobs>).unwrap()
+}
+
+#[tokio::test]
+async fn a_job_that_runs_for_many_ack_waits_is_delivered_once_and_again_when_its_worker_dies() {
+    let server = Server::start().await;
+    let context = stranger(&server).await;
+    let (jobs, begun) = (Arc::new(open(&server, steady()).await), Arc::default());
+    let first = start(worker(2, Duration::from_secs(7), &begun), &jobs);
+    jobs.enqueue(&[NewJob::new("film")]).await.unwrap();
+    eventually("it is done", async || first.status().flow.done == 1).await;
+    assert_eq!(begun.load(Ordering::Relaxed), 1, "it was delivered again while it ran");
+    assert_eq!(consumer(&context).await.delivered.consumer_sequence, 1);
+
+    jobs.enqueue(&[NewJob::new("film")]).await.unwrap();
+    eventually("it runs", async || begun.load(Ordering::Relaxed) == 2).await;
+    drop((first, jobs));
+    let jobs = Arc::new(open(&server, steady()).await);
+    let second = start(worker(2, Duration::ZERO, &begun), &jobs);
+    eventually("another does it", async || second.status().flow.done == 1).await;
+    assert_eq!(count(&context, STREAM).await, 0);
+}
+
+#[tokio::test]
+async fn nothing_is_delivered_again_while_work_waits_for_slots() {
+    let server = Server::start().await;
+    let context = stranger(&server).await;
+    let jobs = Arc::new(open(&server, steady()).await);
+    jobs.enqueue(&vec![NewJob::new("film"); 8]).await.unwrap();
+    let working = start(worker(2, Duration::from_millis(2500), &Arc::default()), &jobs);
+    eventually("all are done", async || working.status().flow.done == 8).await;
+    assert_eq!(consumer(&context).await.delivered.consumer_sequence, 8);
+}
+
+#[tokio::test]
+async fn what_a_worker_that_stops_had_not_finished_goes_to_another_at_once() {
+    let server = Server::start().await;
+    let (jobs, begun) = (Arc::new(open(&server, patient()).await), Arc::default());
+    let first = start(worker(2, HOUR, &begun), &jobs);
+    jobs.enqueue(&vec![NewJob::new("film"); 3]).await.unwrap();
+    eventually("two run", async || begun.load(Ordering::Relaxed) == 2).await;
+    assert_eq!(first.stop(Duration::ZERO).await, 2);
+    // The first still has its connection: it must not get back what it gave.
+    let others = Arc::new(open(&server, patient()).await);
+    let second = start(worker(3, Duration::ZERO, &begun), &others);
+    eventually("another does them", async || second.status().flow.done == 3).await;
+}
+
+#[tokio::test]
+async fn nothing_that_was_acknowledged_is_lost_when_the_server_is_killed() {
+    let mut server = Server::start().await;
+    let seen: Arc<Mutex<HashSet<JobId>>> = Arc::default();
+    let jobs = Arc::new(open(&server, steady()).await);
+    let notes = Arc::clone(&seen);
+    let working =
+        worker(14, Duration::ZERO, &Arc::default()).handler("seen", move |work: Work, (): ()| {
+            notes.lock().insert(work.id());
+            async { Ok::<_, BoxError>(()) }
+        });
+    let working = start(working, &jobs);
+    let mut clients = JoinSet::new();
+    for _ in 0..4 {
+        let jobs = Arc::clone(&jobs);
+        clients.spawn(async move {
+            let mut acknowledged = Vec::new();
+            for _ in 0..150 {
+                match jobs.enqueue(&vec![NewJob::new("seen"); 3]).await {
+                    Ok(enqueued) => acknowledged.extend(enqueued.into_iter().map(|job| job.id)),
+                    Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
+                }
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            acknowledged
+        });
+    }
+    for _ in 0..2 {
+        let before = seen.lock().len();
+        eventually("it works", async || seen.lock().len() > before + 20).await;
+        server.kill();
+        server.start_again().await;
+    }
+    let acknowledged = soon("all is asked for", clients.join_all()).await.concat();
+    assert!(acknowledged.len() > 100, "{}", acknowledged.len());
+    eventually("all that was acknowledged is done", async || {
+        acknowledged.iter().all(|id| seen.lock().contains(id))
+    })
+    .await;
+    let context = stranger(&server).await;
+    eventually("and gone", async || count(&context, STREAM).await == 0).await;
+    assert_eq!(working.stop(Duration::from_secs(5)).await, 0);
+}
+
+#[tokio::test]
+async fn a_server_that_is_gone_or_frozen_is_said_to_be() {
+    let mut server = Server::start().await;
+    let jobs = open(&server, patient()).await;
+    jobs.enqueue(&vec![NewJob::new("film"); 2]).await.unwrap();
+    let (first, second) = (comes(&jobs).await.claim, comes(&jobs).await.claim);
+    server.freeze();
+    eventually("it is noticed", async || {
+        matches!(jobs.keep(&[(first, Note::default())]).await, Err(JobsError::Unavailable(_)))
+    })
+    .await;
+    server.thaw();
+    eventually("it is kept", async || {
+        jobs.keep(&[(first, Note::default())]).await.is_ok_and(|kept| kept == [Kept::Ours])
+    })
+    .await;
+    server.kill();
+    eventually("it is noticed", async || jobs.keep(&[(first, Note::default())]).await.is_err())
+        .await;
+    let settled = jobs.settle(&[(first, done())]).await;
+    assert!(matches!(settled, Err(JobsError::Unavailable(_))), "{settled:?}");
+    assert!(matches!(jobs.take(&wanted(1)).await, Err(JobsError::Unavailable(_))));
+    assert!(matches!(jobs.enqueue(&[NewJob::new("x")]).await, Err(JobsError::Unavailable(_))));
+    server.start_again().await;
+    eventually("told again it is done", async || {
+        jobs.settle(&[(first, done()), (second, done())])
+            .await
+            .is_ok_and(|s| s == [Settled::Gone; 2])
+    })
+    .await;
+    jobs.enqueue(&[NewJob::new("film")]).await.unwrap();
+    assert!(comes(&jobs).await.claim.id > second.id);
+}
+
+#[tokio::test]
+async fn users_and_tokens_are_taken_from_the_url_and_never_told() {
+    for (auth, good, bad) in [
+        ("user: anna, password: \"pass/word\"", "anna:pass%2Fword@", "anna:wrong-secret@"),
+        ("token: topsecret", "topsecret@", "wrong-secret@"),
+    ] {
+        let server = Server::start_with(&format!("authorization {{ {auth} }}")).await;
+        let at = |who: &str| format!("nats://{who}{}", server.address());
+        JetStream::open(&at(good), quick(), None).await.unwrap();
+        for url in
+            [at(bad), format!("http://wrong-secret@{}", server.address()), "wrong-secret@:x".into()]
+        {
+            let error = JetStream::open(&url, quick(), None).await.unwrap_err();
+            let told = format!("{error} {error:?} {}", vedetta_core::explain(&error));
+            assert!(!told.contains("wrong-secret"), "{told}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_monitor_is_told_of_each_step() {
+    #[derive(Default)]
+    struct Diary(Mutex<Vec<Job>>);
+    #[async_trait::async_trait]
+    impl Monitor for Diary {
+        async fn tell(&self, jobs: &[Job]) {
+            self.0.lock().extend_from_slice(jobs);
+        }
+    }
+    let server = Server::start().await;
+    let diary = Arc::new(Diary::default());
+    let monitor: Arc<dyn Monitor> = Arc::clone(&diary) as _;
+    let jobs = JetStream::open(&server.url(), patient(), Some(monitor)).await.unwrap();
+    jobs.enqueue(&[NewJob::new("film").payload(&7).unwrap()]).await.unwrap();
+    let claim = comes(&jobs).await.claim;
+    let note = Note { progress: Some(0.5), message: Some("half".into()), log: "a\n".into() };
+    jobs.keep(&[(claim, note)]).await.unwrap();
+    settle(&jobs, claim, Fate::Again { after: Duration::ZERO, error: "no disk".into() }).await;
+    let claim = comes(&jobs).await.claim;
+    let result = Some(serde_json::from_str("[1]").unwrap());
+    settle(&jobs, claim, Fate::Done { result }).await;
+    eventually("all is told", async || diary.0.lock().len() == 6).await;
+    let told = diary.0.lock().clone();
+    assert!(told.iter().all(|job| job.id == claim.id && job.connection == "nats MEDIA"));
+    assert!(told.iter().all(|job| job.payload.get() == "7" && job.kind == "film"));
+    let steps: Vec<_> = told.iter().map(|job| (job.status, job.attempts)).collect();
+    let (waiting, running) = (JobState::Waiting, JobState::Running);
+    let expected =
+        [(waiting, 0), (running, 1), (running, 1), (waiting, 1), (running, 2), (JobState::Done, 2)];
+    assert_eq!(steps, expected);
+    assert_eq!((told[2].progress, told[2].message.as_deref()), (0.5, Some("half")));
+    assert_eq!((told[2].log.as_str(), told[2].worker.as_deref()), ("a\n", Some("anna")));
+    assert_eq!(told[3].error.as_deref(), Some("no disk"));
+    assert_eq!(told[5].result.as_ref().map(|result| result.get()), Some("[1]"));
+    assert!(told[5].ended_at.is_some() && jobs.left_out() == 0);
+}
