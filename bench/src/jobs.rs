@@ -6,10 +6,12 @@
 //! each. apalis updates twice, too, and asks for one batch after the other. On SQLite no other process is
 //! asked: several times as many. Jobs that are added one by one by many callers wait for the disk together
 //! with ours, and alone with the others. An idle start is a commit and two round trips with each of them; on
-//! SQLite two commits. What waits behind or is for later is not looked at: only the trees are deeper.
+//! SQLite two commits. On JetStream each job is acknowledged by itself and confirmed by the server, which costs
+//! a message more than the bare client's, and the job itself a microsecond. What waits behind or is for later is not looked at: only the trees are deeper.
 
 mod apalis;
 mod measure;
+mod nats;
 mod ours;
 
 use std::process::Command;
@@ -24,7 +26,7 @@ use crate::npm::Package;
 use crate::setup;
 use crate::turns::{Rounds, figures, flush, in_a_fresh_database, of, of_each, ratio};
 
-pub(crate) use self::ours::{Args as Ours, run as ours};
+pub(crate) use self::ours::{Args as Ours, run as work};
 
 pub(crate) const ROWS: &str = "\
 Runs: jobs per second that do nothing, from the start of one process's workers until a queue that was filled
@@ -40,6 +42,9 @@ from its return. Beside it what the disk needs to flush one page.
 Backlog: jobs per second that do nothing, as many as in runs, while a million
   behind  more are ready, and wait behind them
   later   are for tomorrow
+
+Jetstream: jobs per second that do nothing on NATS JetStream, and messages per second that its bare client pulls
+from the same stream and acknowledges, without and with the server's confirmation, which ours waits for.
 
 One PostgreSQL for all, on the disk and flushed at each commit; each measurement in a process and a database of
 its own, by turns. Each figure is the median of the rounds, a ratio that to the best of the others: the median of
@@ -76,6 +81,8 @@ enum Scenario {
     Latency,
     /// With a million jobs that wait.
     Backlog,
+    /// Ours on NATS JetStream, against its bare client.
+    Jetstream,
 }
 
 /// How many times the best of the others our jobs on PostgreSQL must be, in runs.
@@ -87,6 +94,9 @@ const RUNS_ON_SQLITE: f64 = 3.0;
 const AHEAD: f64 = 1.0;
 /// Milliseconds from the call to the start on SQLite, p99, flushing included.
 const START_ON_SQLITE: f64 = 5.0;
+
+/// How many times the bare client's messages our jobs on JetStream must be.
+const RUNS_ON_JETSTREAM: f64 = 0.8;
 
 /// PostgreSQL's own default: tests have less.
 const SETTINGS: [&str; 1] = ["shared_buffers=128MB"];
@@ -142,6 +152,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
                 Scenario::Enqueue => bench.enqueue(&args).await?,
                 Scenario::Latency => bench.latency(&args).await?,
                 Scenario::Backlog => bench.backlog(&args).await?,
+                Scenario::Jetstream => bench.jetstream(&args).await?,
             }
             println!();
         }
@@ -267,18 +278,39 @@ impl Bench {
         Ok(())
     }
 
+    async fn jetstream(&mut self, args: &Args) -> anyhow::Result<()> {
+        let rows = [
+            (On::Nats, "bare client"),
+            (On::NatsConfirmed, "  confirmed"),
+            (On::Jetstream, "ours"),
+        ];
+        let counts = Counts { jobs: args.count, ..Counts::default() };
+        let mut rounds = Rounds::new();
+        for _ in 0..args.rounds {
+            let mut round = Vec::with_capacity(rows.len());
+            for (on, _) in rows {
+                let server = testing::nats::Server::start().await;
+                round.push(ours(on, What::Runs, &server.url(), counts)?);
+            }
+            rounds.push(round);
+        }
+        println!("{:<20} {:>10} {:>6}", "JetStream", "jobs/s", "ratio");
+        for (row, (on, name)) in rows.iter().enumerate() {
+            let ratio = ratio(&rounds, (row, 0), (0, 0));
+            println!("{name:<20} {:>10.0} {ratio:>6.2}", of(&rounds, row, 0));
+            if *on == On::Jetstream {
+                self.expect("JetStream", ratio, RUNS_ON_JETSTREAM);
+            }
+        }
+        Ok(())
+    }
+
     /// In a process of its own, and a database.
     async fn measure(&self, queue: Queue, what: What, counts: Counts) -> anyhow::Result<Vec<f64>> {
-        let ours = |on: On, place: &str| -> anyhow::Result<_> {
-            let on = on.to_possible_value().expect("none is skipped");
-            let mut ours = Command::new(std::env::current_exe()?);
-            ours.args(["jobs-ours", on.get_name(), what.name(), place]);
-            figures(ours.args(counts.arguments()))
-        };
         if let Queue::Ours(on @ (On::Sqlite | On::Disk)) = queue {
             let folder = setup::folder()?;
             let place = folder.path().to_str().expect("a folder whose name is text");
-            let measured = ours(on, place)?;
+            let measured = ours(on, what, place, counts)?;
             folder.close()?;
             flush()?;
             return Ok(measured);
@@ -287,8 +319,16 @@ impl Bench {
             Queue::Graphile => self.graphile.measure(what.name(), url, &counts.arguments()),
             Queue::Boss => self.boss.measure(what.name(), url, &counts.arguments()),
             Queue::Apalis => self.apalis.measure(what, url, counts),
-            Queue::Ours(on) => ours(on, url),
+            Queue::Ours(on) => ours(on, what, url, counts),
         })
         .await
     }
+}
+
+/// Our side, in a process of its own.
+fn ours(on: On, what: What, place: &str, counts: Counts) -> anyhow::Result<Vec<f64>> {
+    let on = on.to_possible_value().expect("none is skipped");
+    let mut ours = Command::new(std::env::current_exe()?);
+    ours.args(["jobs-ours", on.get_name(), what.name(), place]);
+    figures(ours.args(counts.arguments()))
 }

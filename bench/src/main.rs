@@ -100,7 +100,7 @@ fn run(bench: Bench) -> anyhow::Result<()> {
             Bench::Stages(args) => stages::run(args).await,
             Bench::StagesOurs(args) => stages::ours(args).await,
             Bench::Jobs(args) => jobs::run(args).await,
-            Bench::JobsOurs(args) => jobs::ours(args).await,
+            Bench::JobsOurs(args) => jobs::work(args).await,
             Bench::Etcd(args) => etcd::run(args).await,
             Bench::EtcdServe(args) => etcd::serve(args).await,
             Bench::EtcdEcho(args) => etcd::echo(args).await,

@@ -143,12 +143,8 @@ pub(crate) async fn measure(
 async fn runs(queue: impl Measured, counts: Counts) -> anyhow::Result<f64> {
     let Counts { jobs, behind, later } = counts;
     let due = jobs + behind;
-    for ids in batches(0..due, FILLED) {
-        queue.add(ids, None).await?;
-    }
-    for ids in batches(due..due + later, FILLED) {
-        queue.add(ids, Some(LATER)).await?;
-    }
+    fill(&queue, 0..due, None).await?;
+    fill(&queue, due..due + later, Some(LATER)).await?;
     queue.settle_down().await?;
 
     let begun = Arc::new(Begun { count: AtomicU64::new(0), tell: None });
@@ -165,6 +161,18 @@ async fn runs(queue: impl Measured, counts: Counts) -> anyhow::Result<f64> {
     let ran = begun.count();
     anyhow::ensure!(behind > 0 || ran == jobs, "{ran} jobs ran, of {jobs}");
     Ok(rate(jobs, took))
+}
+
+/// Has jobs wait.
+pub(crate) async fn fill(
+    queue: &impl Measured,
+    ids: Range<u64>,
+    later: Option<Duration>,
+) -> anyhow::Result<()> {
+    for ids in batches(ids, FILLED) {
+        queue.add(ids, later).await?;
+    }
+    Ok(())
 }
 
 async fn single(queue: impl Measured, jobs: u64) -> anyhow::Result<f64> {

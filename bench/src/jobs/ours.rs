@@ -1,4 +1,4 @@
-//! Our side, in a process of its own: either database, through the worker that everybody has.
+//! Our side, in a process of its own: any backend, through the worker that everybody has.
 
 use std::convert::Infallible;
 use std::fs::File;
@@ -13,17 +13,26 @@ use anyhow::Context as _;
 use clap::ValueEnum;
 use vedetta_db::Db;
 use vedetta_db::postgres::Postgres;
+use vedetta_jobs::jetstream::{JetStream, Options};
 use vedetta_jobs::postgres::{self, PostgresJobs};
 use vedetta_jobs::sqlite::{self, SqliteJobs};
 use vedetta_jobs::{DEFAULT_QUEUE, Jobs, NewJob, When, Worker, Working};
 
 use super::measure::{Begun, Measured, Nothing, WARM_UP, measure, pause, quantiles, told};
+use super::nats;
 use crate::setup;
 
 const KIND: &str = "nothing";
 
 /// How many jobs run at once: as many as graphile-worker's page on performance has.
 const PARALLEL: NonZeroU32 = NonZeroU32::new(24).expect("more than none");
+
+pub(super) const STREAM: &str = "NOTHING";
+pub(super) const DURABLE: &str = "workers";
+/// Messages pulled at once, by ours and by the bare client.
+pub(super) const PULLED: usize = 1_000;
+/// Messages that may be delivered and not acknowledged: what a worker holds ahead and settles meanwhile.
+const PENDING: NonZeroU32 = NonZeroU32::new(4_096).expect("more than none");
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -37,6 +46,11 @@ pub(crate) struct Args {
 pub(super) enum On {
     Postgres,
     Sqlite,
+    Jetstream,
+    /// The bare client of NATS, which acknowledges.
+    Nats,
+    /// The same, and the server confirms it.
+    NatsConfirmed,
     /// No queue at all: what a flush takes.
     Disk,
 }
@@ -45,26 +59,40 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
     let told = told(args.told.into_iter());
     let (what, place, counts) = told.context("tell what to measure, where, and how many")?;
     match args.on {
-        On::Postgres => {
-            let db = Postgres::open(&place, &[postgres::SCHEMA]).await?;
-            let jobs = Arc::new(PostgresJobs::new(db.clone()));
-            measure(Ours { jobs, postgres: Some(db) }, what, counts).await
-        }
-        On::Sqlite => {
-            let mut options = vedetta_db::Options::new(setup::file(Path::new(&place)));
-            options.ballast = 0;
-            let db = Db::open(&options, &[sqlite::SCHEMA])?;
-            let jobs = Arc::new(SqliteJobs::open(db).await?);
-            measure(Ours { jobs, postgres: None }, what, counts).await
-        }
+        On::Postgres => measure(Ours::on_postgres(&place).await?, what, counts).await,
+        On::Sqlite => measure(Ours::on_sqlite(Path::new(&place)).await?, what, counts).await,
+        On::Jetstream => measure(Ours::on_jetstream(&place).await?, what, counts).await,
+        On::Nats => nats::bare(&place, counts.jobs, false).await,
+        On::NatsConfirmed => nats::bare(&place, counts.jobs, true).await,
         On::Disk => flushes(Path::new(&place), counts.jobs),
     }
 }
 
 #[derive(Clone)]
-struct Ours {
+pub(super) struct Ours {
     jobs: Arc<dyn Jobs>,
     postgres: Option<Postgres>,
+}
+
+impl Ours {
+    async fn on_postgres(url: &str) -> anyhow::Result<Self> {
+        let db = Postgres::open(url, &[postgres::SCHEMA]).await?;
+        Ok(Self { jobs: Arc::new(PostgresJobs::new(db.clone())), postgres: Some(db) })
+    }
+
+    async fn on_sqlite(folder: &Path) -> anyhow::Result<Self> {
+        let mut options = vedetta_db::Options::new(setup::file(folder));
+        options.ballast = 0;
+        let db = Db::open(&options, &[sqlite::SCHEMA])?;
+        Ok(Self { jobs: Arc::new(SqliteJobs::open(db).await?), postgres: None })
+    }
+
+    pub(super) async fn on_jetstream(url: &str) -> anyhow::Result<Self> {
+        let mut options = Options::new(STREAM, "nothing", DURABLE, PENDING);
+        options.fetch_batch = u32::try_from(PULLED)?.try_into()?;
+        let jobs = JetStream::open(url, options, None).await?;
+        Ok(Self { jobs: Arc::new(jobs), postgres: None })
+    }
 }
 
 impl Measured for Ours {
