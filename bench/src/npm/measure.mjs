@@ -10,7 +10,7 @@ import { setTimeout as sleep } from "node:timers/promises";
 import { open } from "./queue.mjs";
 
 const [what, url, ...counts] = process.argv.slice(2);
-const queue = await open(url);
+const queue = await open(url, what);
 await { runs, single, bulk, latency }[what](...counts.map(Number));
 // Nobody needs it to end in order: the database goes with it.
 process.exit(0);
