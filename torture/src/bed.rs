@@ -6,7 +6,7 @@ use std::time::Duration;
 use std::{env, fmt};
 
 use tempfile::TempDir;
-use vedetta_db::{Db, Torture};
+use vedetta_db::{Db, Schema, Torture};
 use vedetta_kv::{Keep, Store};
 
 /// The database file in a folder.
@@ -89,18 +89,35 @@ impl How {
     ///
     /// If opening does, which is a bug.
     pub async fn open(&self, folder: &Path) -> Result<Store, OpenError> {
+        let (store, _) = self.open_with(&[vedetta_kv::SCHEMA], folder).await?;
+        Ok(store)
+    }
+
+    /// Opens the store in `folder` with tables beside it. Closing the store closes the database.
+    ///
+    /// # Panics
+    ///
+    /// If opening does, which is a bug.
+    pub async fn open_with(
+        &self,
+        schemas: &'static [Schema],
+        folder: &Path,
+    ) -> Result<(Store, Db), OpenError> {
         let mut options =
             vedetta_db::Options::new(folder.join(FILE)).with_torture(self.torture.clone());
         options.ballast = self.ballast;
         options.readers = 2;
         let opened = tokio::task::spawn_blocking(move || {
-            let db = Db::open(&options, &[vedetta_kv::SCHEMA]).map_err(OpenError::Db)?;
+            let db = Db::open(&options, schemas).map_err(OpenError::Db)?;
             let keep = Keep { revisions: None, age: None };
             let options = vedetta_kv::Options { keep, ..vedetta_kv::Options::default() };
-            Store::open_blocking(db.clone(), options).map_err(|error| {
-                db.close_blocking();
-                OpenError::Kv(error)
-            })
+            match Store::open_blocking(db.clone(), options) {
+                Ok(store) => Ok((store, db)),
+                Err(error) => {
+                    db.close_blocking();
+                    Err(OpenError::Kv(error))
+                }
+            }
         });
         opened.await.expect("opening does not panic")
     }

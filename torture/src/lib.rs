@@ -9,6 +9,7 @@
 //! ```
 
 pub mod bed;
+pub mod entries;
 pub mod note;
 pub mod story;
 pub mod vfs;

@@ -438,7 +438,6 @@ impl Story {
     }
 
     fn check_leases(&self, store: &Store, state: &State, wrong: &mut Vec<String>) {
-        let now = now_ms();
         let mut revoked = BTreeMap::new();
         for t in self.tries.values() {
             if let What::Revoke { lease } = t.what
@@ -458,6 +457,7 @@ impl Story {
         for (&id, t) in &self.tries {
             let What::Grant { lease, ttl_ms, at_ms } = t.what else { continue };
             let info = LeaseId::new(lease).and_then(|id| store.lease(id));
+            let now = now_ms(); // not before: what is left shrinks meanwhile
             match (revoked.get(&lease), info) {
                 (Some(Outcome::Done(_)), Some(_)) => {
                     wrong.push(format!("lease {id} was revoked and is back"));

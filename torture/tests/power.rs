@@ -1,5 +1,6 @@
 //! Power cuts: a store under load on a disk which keeps of unsynced writes whatever it likes, and
-//! nothing acknowledged or shown is missing afterwards. Planted bugs must be noticed.
+//! nothing acknowledged or shown is missing afterwards; of lazy writes beside it only the last. Planted
+//! bugs must be noticed.
 //!
 //! `TORTURE_IMAGES` for more images, `TORTURE_SEED` for others.
 
@@ -11,11 +12,14 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use tokio::time::timeout;
 use torture::bed::{self, How, memory_folder};
+use torture::entries::{self, Entries};
 use torture::note::Note;
 use torture::story::{PATIENCE, Story};
 use torture::vfs::{Disk, Image};
 use torture::workload::{Failing, Notes, Workload};
+use vedetta_db::Schema;
 
+const SCHEMAS: &[Schema] = &[vedetta_kv::SCHEMA, entries::SCHEMA];
 const IMAGES_PER_CUT: usize = 8;
 
 /// A bug to plant.
@@ -25,6 +29,7 @@ enum Bug {
     AnswerEarly,
     NoFsync,
     LyingDisk,
+    SharedLazily,
 }
 
 /// Images so far, and what was wrong with them.
@@ -38,6 +43,8 @@ struct Tally {
     bad: usize,
     /// Of these, how many lack something acknowledged.
     lost: usize,
+    /// Images that lack what was lazily written.
+    undone: usize,
     first: Option<String>,
 }
 
@@ -46,12 +53,13 @@ impl fmt::Display for Tally {
         write!(
             f,
             "{} images of {} power cuts in {} operations, {} acknowledged writes, {} revisions seen; \
-             {} bad images, {} of them without something acknowledged",
+             {} images without some lazy writes; {} bad images, {} of them without something acknowledged",
             self.images,
             self.cuts,
             self.operations,
             self.acknowledged,
             self.seen,
+            self.undone,
             self.bad,
             self.lost
         )?;
@@ -63,6 +71,7 @@ impl fmt::Display for Tally {
 struct Run {
     disk: Disk,
     past: Story,
+    entries: Entries,
     seen: usize,
 }
 
@@ -77,11 +86,14 @@ async fn run(seed: u64, bug: Bug, cut: Option<u64>) -> Run {
     let mut how = How::on(&disk);
     how.torture.answer_early = bug == Bug::AnswerEarly;
     how.torture.skip_fsync = bug == Bug::NoFsync;
+    how.torture.share_lazily = bug == Bug::SharedLazily;
 
     let told = Arc::new(Mutex::new((Story::default(), 0)));
+    let beside = Arc::new(Mutex::new(Entries::default()));
     let notes: Notes = {
-        let told = Arc::clone(&told);
+        let (told, beside) = (Arc::clone(&told), Arc::clone(&beside));
         Arc::new(move |note| {
+            beside.lock().note(&note);
             let mut told = told.lock();
             told.1 += usize::from(matches!(note, Note::Seen { .. }));
             told.0.note(note);
@@ -89,7 +101,7 @@ async fn run(seed: u64, bug: Bug, cut: Option<u64>) -> Run {
     };
     // Twice, so that a store which starts on what another left is cut, too.
     for start in 0..2 {
-        let Ok(store) = how.open(folder.path()).await else { break };
+        let Ok((store, db)) = how.open_with(SCHEMAS, folder.path()).await else { break };
         let workload = Workload {
             seed: seed ^ start,
             first_id: (start + 1) << 24,
@@ -99,19 +111,28 @@ async fn run(seed: u64, bug: Bug, cut: Option<u64>) -> Run {
             failing: Failing::Ends,
         };
         let resume = told.lock().0.resume();
-        workload.run(&store, &resume, &notes).await;
+        // Longer than the others, so that there are commits of lazy writes alone.
+        let lazy = entries::write(&db, &beside, seed ^ start, 3, 20);
+        tokio::join!(workload.run(&store, &resume, &notes), lazy);
         if start == 1 && cut.is_some() {
             disk.crash_now(); // without the last checkpoint
         }
         store.close().await;
+        if !disk.crashed() {
+            beside.lock().closed();
+        }
     }
     let (past, revisions) = told.lock().clone();
-    Run { disk, past, seen: revisions }
+    let entries = beside.lock().clone();
+    Run { disk, past, entries, seen: revisions }
 }
+
+/// What is wrong, and how many lazy writes are not there.
+type Judged = (Vec<String>, usize);
 
 /// What is wrong with an image, or with it and a log which had its `room` from the start: there a lost
 /// write leaves zeros.
-async fn judge(image: &Image, past: &Story, go_on: bool, room: bool) -> Vec<String> {
+async fn judge(image: &Image, past: &Story, entries: &Entries, go_on: bool, room: bool) -> Judged {
     let folder = memory_folder();
     image.write_to(folder.path()).expect("an image can be written");
     let log = folder.path().join(format!("{}-wal", bed::FILE));
@@ -120,20 +141,22 @@ async fn judge(image: &Image, past: &Story, go_on: bool, room: bool) -> Vec<Stri
         log.set_len(log.metadata().unwrap().len().max(1 << 20)).unwrap();
     }
     let mut past = past.clone();
-    let mut wrong = reopen(folder.path(), &mut past, go_on).await;
-    if go_on && wrong.is_empty() {
-        wrong = reopen(folder.path(), &mut past, false).await;
+    let mut judged = reopen(folder.path(), &mut past, entries, go_on).await;
+    if go_on && judged.0.is_empty() {
+        judged = reopen(folder.path(), &mut past, entries, false).await;
     }
-    wrong
+    judged
 }
 
 /// Opens, checks and perhaps writes some more.
-async fn reopen(folder: &Path, past: &mut Story, go_on: bool) -> Vec<String> {
-    let store = match How::default().open(folder).await {
-        Ok(store) => store,
-        Err(error) => return vec![format!("it does not open: {error}")],
+async fn reopen(folder: &Path, past: &mut Story, entries: &Entries, go_on: bool) -> Judged {
+    let (store, db) = match How::default().open_with(SCHEMAS, folder).await {
+        Ok(opened) => opened,
+        Err(error) => return (vec![format!("it does not open: {error}")], 0),
     };
     let mut wrong = past.check(&store).await;
+    let (also, undone) = entries.check(&db).await;
+    wrong.extend(also);
     if go_on {
         let told = Arc::new(Mutex::new(Vec::new()));
         let also = Arc::clone(&told);
@@ -149,14 +172,14 @@ async fn reopen(folder: &Path, past: &mut Story, go_on: bool) -> Vec<String> {
         workload.run(&store, &past.resume(), &notes).await;
         store.close().await;
         told.lock().drain(..).for_each(|note| past.note(note));
-        return wrong;
+        return (wrong, undone);
     }
     store.close().await;
     match vedetta_db::damage(&folder.join(bed::FILE)) {
         Ok(damage) => wrong.extend(damage),
         Err(error) => wrong.push(error.to_string()),
     }
-    wrong
+    (wrong, undone)
 }
 
 /// Cuts the power often enough for `images` images.
@@ -170,15 +193,18 @@ async fn power_cuts(bug: Bug, images: usize) -> Tally {
         }
         let cut = fastrand::Rng::with_seed(seed).u64(1..=operations);
         let cut_short = timeout(PATIENCE, run(seed, bug, Some(cut))).await;
-        let Run { disk, past, seen } = cut_short.expect("a store without power does not hang");
+        let Run { disk, past, entries, seen } =
+            cut_short.expect("a store without power does not hang");
         assert!(disk.crashed());
         tally.cuts += 1;
         tally.acknowledged += past.acknowledged();
         tally.seen += seen;
         for (number, image) in disk.images(seed, IMAGES_PER_CUT).enumerate() {
             tally.images += 1;
-            let judged = timeout(PATIENCE, judge(&image, &past, number < 2, number % 2 == 1)).await;
-            let wrong = judged.unwrap_or_else(|_| vec!["it hangs".to_owned()]);
+            let judging = judge(&image, &past, &entries, number < 2, number % 2 == 1);
+            let judged = timeout(PATIENCE, judging).await;
+            let (wrong, undone) = judged.unwrap_or_else(|_| (vec!["it hangs".to_owned()], 0));
+            tally.undone += usize::from(undone > 0);
             if !wrong.is_empty() {
                 tally.bad += 1;
                 tally.lost += usize::from(wrong.iter().any(|line| line.contains("acknowledged")));
@@ -214,6 +240,7 @@ async fn a_power_cut_loses_nothing_acknowledged_or_shown() {
     let tally = power_cuts(Bug::None, images).await;
     assert!(tally.bad == 0, "{tally}");
     assert!(tally.images >= images && tally.acknowledged > tally.cuts, "{tally}");
+    assert!(tally.undone > 0, "nothing was lazy: {tally}");
 }
 
 #[tokio::test]
@@ -229,4 +256,9 @@ async fn committing_without_an_fsync_is_noticed() {
 #[tokio::test]
 async fn a_disk_that_lies_about_fsync_is_noticed() {
     is_noticed(Bug::LyingDisk).await;
+}
+
+#[tokio::test]
+async fn a_write_that_is_lazy_because_another_is_is_noticed() {
+    is_noticed(Bug::SharedLazily).await;
 }

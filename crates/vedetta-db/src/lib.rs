@@ -7,7 +7,8 @@
 //! ```
 //!
 //! A write is a closure. Each runs in a savepoint of its own, so one that fails is undone alone;
-//! all that wait share one commit, and nobody is told "done" before that commit is on the disk.
+//! all that wait share one commit, and nobody is told "done" before that commit is on the disk, but who
+//! [does not need it there](Db::write_lazily).
 //! What is stored is not this crate's business. A database on a PostgreSQL server is [`postgres`]' part.
 
 mod backup;

@@ -2,17 +2,18 @@
 //!
 //! SQLite reads the log up to the first frame whose checksum is wrong and takes that for the end: right
 //! after a power cut, but a bit that flipped in the middle silently undoes all commits after it. The two
-//! can be told apart, because a commit is on the disk before the next one is begun: a power cut can spoil
-//! the last transaction only. So when a whole transaction lies beyond the bad frame, and another frame
-//! continues it, the log is damaged.
+//! can be told apart, because most transactions are begun when all before them are on the disk: a power cut
+//! can spoil none before such a one. So when one lies whole beyond the bad frame, the log is damaged. Those
+//! that are begun sooner say so: they write the first page, where the version of the file has the mark
+//! [`UNSYNCED`].
 //!
 //! ```text
-//!  header │ frame … commit │ frame … commit │ bad … commit │ frame …
-//!                                             ▲       └──────┘ checksum carries on: this was on the disk
-//!                                             └ where SQLite stops reading
+//!  header │ frame … commit │ bad … commit │ frame … commit │
+//!                            ▲              └──────────────┘ checksums carry on, and no mark
+//!                            └ where SQLite stops reading
 //! ```
 //!
-//! Damage in the last transaction cannot be told from a power cut.
+//! Damage in the last transaction cannot be told from a power cut, nor damage before marked ones only.
 
 use std::fs;
 use std::io;
@@ -22,6 +23,11 @@ const HEADER: usize = 32;
 const FRAME_HEADER: usize = 24;
 /// SQLite's default, which our files have.
 const PAGE: usize = 4096;
+/// Where the first page has the version of the file.
+const VERSION: usize = 60;
+
+/// Added to the version of the file by a transaction that was begun before all others were on the disk.
+pub(crate) const UNSYNCED: i64 = 1 << 30;
 
 /// Whether the log holds durable transactions that SQLite would not read. A missing log is sound.
 pub(crate) fn is_damaged(file: &Path) -> io::Result<bool> {
@@ -74,19 +80,26 @@ fn has_lost_transactions(log: &[u8]) -> bool {
     if page < 512 {
         return false;
     }
-    let mut after_commit = false;
+    // After a commit beyond the first bad frame; all since then carried on, without a mark.
+    let (mut after_commit, mut sound) = (false, false);
     for frame in body.chunks_exact(FRAME_HEADER + page) {
         let stored = Sum::stored(&frame[16..]);
         let computed = sum.add(&frame[..8], big_endian).add(&frame[FRAME_HEADER..], big_endian);
         let follows = frame[8..16] == *salt && computed == stored;
-        if !reading && follows && after_commit {
+        let commits = number(frame, 4) != 0;
+        sound = !reading && follows && (after_commit || sound) && !is_marked(frame);
+        if sound && commits {
             return true;
         }
         reading = reading && follows;
-        after_commit = !reading && number(frame, 4) != 0;
+        after_commit = !reading && commits;
         sum = stored;
     }
     false
+}
+
+fn is_marked(frame: &[u8]) -> bool {
+    number(frame, 0) == 1 && i64::from(number(frame, FRAME_HEADER + VERSION)) & UNSYNCED != 0
 }
 
 #[cfg(test)]
@@ -97,13 +110,21 @@ mod tests {
 
     /// The log of a database with some transactions, each of several pages.
     fn log() -> Vec<u8> {
+        log_with("")
+    }
+
+    /// The same; `also` is part of the last two transactions.
+    fn log_with(also: &str) -> Vec<u8> {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("a.db");
         let db = Connection::open(&file).unwrap();
         db.query_row("PRAGMA journal_mode = WAL", [], |_| Ok(())).unwrap();
         db.execute_batch("PRAGMA wal_autocheckpoint = 0; CREATE TABLE t (b BLOB)").unwrap();
-        for size in [10, 9000, 20, 5000, 30] {
-            db.execute("INSERT INTO t VALUES (randomblob(?1))", [size]).unwrap();
+        for (size, also) in [(10, ""), (9000, ""), (20, ""), (5000, also), (30, also)] {
+            db.execute_batch(&format!(
+                "BEGIN; INSERT INTO t VALUES (randomblob({size})); {also}; COMMIT"
+            ))
+            .unwrap();
         }
         assert!(!is_damaged(&file).unwrap());
         fs::read(folder.path().join("a.db-wal")).unwrap()
@@ -137,6 +158,22 @@ mod tests {
                 assert!(told || frame + 1 >= last_begins, "frame {frame}, byte {byte}");
                 assert!(!told || frame < last_begins, "frame {frame}, byte {byte}");
             }
+        }
+    }
+
+    /// A transaction that says so was begun before the one before it was on the disk.
+    #[test]
+    fn a_bad_frame_before_marked_transactions_only_is_no_damage() {
+        let log = log_with(&format!("PRAGMA user_version = {}", 1 | UNSYNCED));
+        let commits = commits(&log);
+        let mut begins: Vec<usize> =
+            (1..commits.len()).filter(|frame| commits[frame - 1]).collect();
+        begins.reverse();
+        let synced = begins[2]; // the last transaction without a mark
+        for frame in 0..commits.len() {
+            let mut bad = log.clone();
+            bad[HEADER + frame * (FRAME_HEADER + PAGE) + FRAME_HEADER + 100] ^= 1;
+            assert_eq!(has_lost_transactions(&bad), frame < synced, "frame {frame}");
         }
     }
 

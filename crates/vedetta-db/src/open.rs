@@ -16,19 +16,19 @@ use rusqlite::{Connection, OpenFlags, OptionalExtension as _};
 use tokio::sync::{Semaphore, mpsc};
 
 use crate::folder::{parent, sync_folder};
-use crate::log;
+use crate::log::{self, UNSYNCED};
 use crate::readers::{ReadError, Readers};
 use crate::space::Space;
 use crate::wal::{PATIENCE, WalKeeper, make_room, start_over};
 use crate::writer::{
-    CommitError, File, Message, Mirror, Purpose, Stop, Task, Tx, WriteError, Writer,
+    Answer, CommitError, Durability, File, Message, Mirror, Purpose, Stop, Task, Tx, WriteError,
+    Writer,
 };
 
 /// "VEDT": tells our files from other SQLite files.
 const APPLICATION: i64 = 0x5645_4454;
 /// The layout of the file itself; tables have versions of their own.
-const FILE_VERSION: i64 = 1;
-
+pub(crate) const FILE_VERSION: i64 = 1;
 /// How to open a database.
 #[derive(Debug, Clone)]
 pub struct Options {
@@ -56,6 +56,8 @@ pub struct Torture {
     pub answer_early: bool,
     /// `synchronous=NORMAL`: commits without an fsync.
     pub skip_fsync: bool,
+    /// Commit all of a batch lazily if some of it is lazy.
+    pub share_lazily: bool,
     /// Pages between two checkpoints, so that a short run has some.
     pub checkpoint_step: Option<i32>,
     /// How soon a full disk is looked at again, so that a run with many full disks is short.
@@ -213,7 +215,7 @@ impl Db {
         let wal =
             WalKeeper::start(checkpoints, options.torture.checkpoint_step).map_err(unreadable)?;
         wal.observe(&mut connection).map_err(sql)?;
-        let file = File::new(connection, space, wal);
+        let file = File::new(connection, space, wal, options.synchronous());
         let writer = Writer::new(inbox, file, Arc::clone(&size), options);
         let thread = std::thread::Builder::new()
             .name("vedetta-writer".into())
@@ -242,7 +244,30 @@ impl Db {
         T: Send + 'static,
         E: Send + 'static,
     {
-        let (task, answer) = Task::new(purpose, work);
+        self.ask(Task::new(purpose, Durability::Synced, work)).await
+    }
+
+    /// [`Db::write`] for rows whose loss does no harm: returns once they are committed, which all can see
+    /// from then on, but not for the disk. A power cut may take them back, the last ones first, and none
+    /// that came before a [`Db::write`] that was answered.
+    pub async fn write_lazily<T, E, F>(&self, purpose: Purpose, work: F) -> Result<T, WriteError<E>>
+    where
+        F: FnOnce(&Tx<'_>) -> Result<T, Stop<E>> + Send + 'static,
+        T: Send + 'static,
+        E: Send + 'static,
+    {
+        self.ask(Task::new(purpose, Durability::Lazy, work)).await
+    }
+
+    async fn ask<T, E, F>(
+        &self,
+        (task, answer): (Task<F, T, E>, Answer<T, E>),
+    ) -> Result<T, WriteError<E>>
+    where
+        F: FnOnce(&Tx<'_>) -> Result<T, Stop<E>> + Send + 'static,
+        T: Send + 'static,
+        E: Send + 'static,
+    {
         let sent = self.inner.queue.send(Message::Write(Box::new(task))).await;
         sent.map_err(|_| CommitError::Closed)?;
         answer.await.map_err(|_| CommitError::Closed)?
@@ -255,7 +280,7 @@ impl Db {
         T: Send + 'static,
         E: Send + 'static,
     {
-        let (task, answer) = Task::new(purpose, work);
+        let (task, answer) = Task::new(purpose, Durability::Synced, work);
         let sent = self.inner.queue.blocking_send(Message::Write(Box::new(task)));
         sent.map_err(|_| CommitError::Closed)?;
         answer.blocking_recv().map_err(|_| CommitError::Closed)?
@@ -390,7 +415,7 @@ fn check_versions(
     let newer = |what: &str, found, known| {
         Err(OpenError::Newer { file: options.file.clone(), what: what.into(), found, known })
     };
-    let found = pragma("user_version")?;
+    let found = pragma("user_version")? & !UNSYNCED;
     if found > FILE_VERSION {
         return newer("file", found, FILE_VERSION);
     }

@@ -14,6 +14,9 @@
 //! of a batch run while the batch before it is on its way to the disk, and see what that one prepared. A closure
 //! that wants SQL waits for the file. When a commit fails, the batch after it rests on what is lost, so it is
 //! lost, too.
+//!
+//! A batch of lazy writes only is committed without an fsync. The next fsync of the log is for all that is in
+//! it, so what is on the disk is always a beginning of all commits.
 
 use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::VecDeque;
@@ -27,7 +30,8 @@ use rusqlite::{Connection, ErrorCode};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::failpoint;
-use crate::open::Options;
+use crate::log::UNSYNCED;
+use crate::open::{FILE_VERSION, Options};
 use crate::space::Space;
 use crate::wal::{WalKeeper, is_failed_fsync};
 
@@ -41,6 +45,14 @@ pub enum Purpose {
     Store,
     /// Frees room: deletes, compaction.
     Reclaim,
+}
+
+/// Whether a write is on the disk when it is answered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Durability {
+    Synced,
+    /// It gets there with the next one that is synced.
+    Lazy,
 }
 
 /// Why a closure stops without storing anything.
@@ -104,6 +116,8 @@ pub struct Tx<'c> {
 /// Where a closure gets the connection from.
 trait Connect {
     fn connection(&self) -> &Connection;
+    /// Begins the batch's transaction, if it has not begun.
+    fn begin(&self) -> rusqlite::Result<()>;
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -121,7 +135,8 @@ impl Deref for Tx<'_> {
         let connection = self.turn.connection();
         if self.standing.get() == Savepoint::None {
             self.standing.set(Savepoint::Open);
-            if let Err(error) = begin(connection).and_then(|()| run(connection, "SAVEPOINT unit")) {
+            let begun = self.turn.begin();
+            if let Err(error) = begun.and_then(|()| run(connection, "SAVEPOINT unit")) {
                 // Whatever the closure does now is undone with the whole batch.
                 self.failed.borrow_mut().get_or_insert(error);
             }
@@ -135,7 +150,7 @@ pub type Rows = Box<dyn FnOnce(&Connection) -> rusqlite::Result<()> + Send>;
 
 /// State in memory that must move in step with the file.
 ///
-/// Closures prepare changes; they become visible only in `publish`, when they are on the disk. Closures of
+/// Closures prepare changes; they become visible only in `publish`, when they are committed. Closures of
 /// one batch may run while the batch before it is committed and published.
 pub trait Mirror: Send + Sync {
     /// The closure that just ran stands: its changes are part of the batch.
@@ -144,7 +159,7 @@ pub trait Mirror: Send + Sync {
     fn undo(&self);
     /// All closures of the batch have run, and its commit begins: says what to write to the file for it.
     fn seal(&self) -> Rows;
-    /// The oldest sealed batch is durable: show it.
+    /// The oldest sealed batch is committed, and durable unless all of it is lazy: show it.
     fn publish(&self);
     /// All that was not published is lost: drop it.
     fn discard(&self);
@@ -153,6 +168,7 @@ pub trait Mirror: Send + Sync {
 /// One caller's write, with the caller's types hidden.
 pub(crate) trait Unit: Send {
     fn purpose(&self) -> Purpose;
+    fn durability(&self) -> Durability;
     fn run(&mut self, tx: &Tx<'_>) -> Ran;
     fn answer(self: Box<Self>, commit: Result<(), CommitError>);
 }
@@ -172,6 +188,7 @@ pub(crate) enum Message {
 
 pub(crate) struct Task<F, T, E> {
     purpose: Purpose,
+    durability: Durability,
     work: Option<F>,
     outcome: Option<Result<T, E>>,
     reply: oneshot::Sender<Result<T, WriteError<E>>>,
@@ -181,9 +198,9 @@ pub(crate) struct Task<F, T, E> {
 pub(crate) type Answer<T, E> = oneshot::Receiver<Result<T, WriteError<E>>>;
 
 impl<F, T, E> Task<F, T, E> {
-    pub(crate) fn new(purpose: Purpose, work: F) -> (Self, Answer<T, E>) {
+    pub(crate) fn new(purpose: Purpose, durability: Durability, work: F) -> (Self, Answer<T, E>) {
         let (reply, answer) = oneshot::channel();
-        (Self { purpose, work: Some(work), outcome: None, reply }, answer)
+        (Self { purpose, durability, work: Some(work), outcome: None, reply }, answer)
     }
 }
 
@@ -195,6 +212,10 @@ where
 {
     fn purpose(&self) -> Purpose {
         self.purpose
+    }
+
+    fn durability(&self) -> Durability {
+        self.durability
     }
 
     fn run(&mut self, tx: &Tx<'_>) -> Ran {
@@ -244,6 +265,8 @@ pub(crate) struct Writer {
     batch_limit: usize,
     /// A planted bug, for the torture suite: answer before the commit.
     answer_early: bool,
+    /// Another: one lazy write makes its batch lazy.
+    share_lazily: bool,
 }
 
 /// Who has it runs closures.
@@ -264,10 +287,21 @@ pub(crate) struct File {
     lost: Option<CommitError>,
     /// Commits since the size was last looked at.
     since_measured: u32,
+    /// SQLite's word for commits that are synced.
+    synchronous: &'static str,
+    /// How the connection commits now.
+    set_to: Cell<Durability>,
+    /// Rows changed before the transaction began.
+    changes: Cell<u64>,
+    /// The last commit was lazy.
+    unsynced: bool,
+    /// The file has the mark [`UNSYNCED`].
+    marked: bool,
 }
 
 /// A batch's turn with the file: taken by the first closure that wants it, at the latest for the commit.
 struct Turn<'w> {
+    durability: Durability,
     file: &'w Mutex<File>,
     taken: OnceCell<MutexGuard<'w, File>>,
 }
@@ -296,6 +330,10 @@ impl<'w> Turn<'w> {
 impl Connect for Turn<'_> {
     fn connection(&self) -> &Connection {
         &self.get().connection
+    }
+
+    fn begin(&self) -> rusqlite::Result<()> {
+        self.get().begin(self.durability)
     }
 }
 
@@ -366,16 +404,61 @@ impl Desk {
 }
 
 impl File {
-    pub(crate) fn new(connection: Connection, space: Space, wal: WalKeeper) -> Self {
-        Self { connection, space, wal, halted: false, lost: None, since_measured: 0 }
+    pub(crate) fn new(
+        connection: Connection,
+        space: Space,
+        wal: WalKeeper,
+        synchronous: &'static str,
+    ) -> Self {
+        Self {
+            connection,
+            space,
+            wal,
+            halted: false,
+            lost: None,
+            since_measured: 0,
+            synchronous,
+            set_to: Cell::new(Durability::Synced),
+            changes: Cell::new(0),
+            unsynced: false,
+            marked: false,
+        }
     }
 
-    /// Writes the rows of a batch and makes it durable.
-    fn commit(&self, rows: Vec<Rows>) -> rusqlite::Result<()> {
-        begin(&self.connection)?;
+    /// Begins a batch's transaction, if it has not begun. How it will be committed cannot change later.
+    fn begin(&self, durability: Durability) -> rusqlite::Result<()> {
+        if !self.connection.is_autocommit() {
+            return Ok(());
+        }
+        if self.set_to.get() != durability {
+            let synchronous = match durability {
+                Durability::Synced => self.synchronous,
+                Durability::Lazy => "NORMAL",
+            };
+            self.connection.pragma_update(None, "synchronous", synchronous)?;
+            self.set_to.set(durability);
+        }
+        self.changes.set(self.connection.total_changes());
+        run(&self.connection, "BEGIN IMMEDIATE")
+    }
+
+    /// Writes the rows of a batch and commits it.
+    fn commit(&mut self, durability: Durability, rows: Vec<Rows>) -> rusqlite::Result<()> {
+        self.begin(durability)?;
         rows.into_iter().try_for_each(|rows| rows(&self.connection))?;
+        // One that is synced takes what it saw along, even if it has changed nothing itself.
+        let writes = durability == Durability::Synced
+            || self.connection.total_changes() != self.changes.get();
+        if writes && (self.unsynced || self.marked) {
+            let mark = if self.unsynced { UNSYNCED } else { 0 };
+            self.connection.pragma_update(None, "user_version", FILE_VERSION | mark)?;
+        }
         failpoint("db.before_commit");
-        run(&self.connection, "COMMIT")
+        run(&self.connection, "COMMIT")?;
+        if writes {
+            (self.marked, self.unsynced) = (self.unsynced, durability == Durability::Lazy);
+        }
+        Ok(())
     }
 
     /// Bytes in use.
@@ -399,11 +482,6 @@ impl File {
 
 fn run(connection: &Connection, sql: &str) -> rusqlite::Result<()> {
     connection.prepare_cached(sql)?.execute([]).map(|_| ())
-}
-
-/// Begins the batch's transaction, if it has not begun.
-fn begin(connection: &Connection) -> rusqlite::Result<()> {
-    if connection.is_autocommit() { run(connection, "BEGIN IMMEDIATE") } else { Ok(()) }
 }
 
 fn roll_back(connection: &Connection) {
@@ -489,6 +567,7 @@ impl Writer {
             size,
             batch_limit: options.batch,
             answer_early: options.torture.answer_early,
+            share_lazily: options.torture.share_lazily,
         };
         writer.measure(&mut writer.file.lock());
         writer
@@ -503,8 +582,21 @@ impl Writer {
             }
             self.take_turns();
         });
+        self.sync(&mut self.file.lock());
         let File { connection, wal, halted, .. } = self.file.into_inner();
         wal.finish(&connection, halted);
+    }
+
+    /// Makes the last lazy writes durable. The last checkpoint may not: it leaves out what somebody reads.
+    fn sync(&self, file: &mut File) {
+        if file.unsynced
+            && !file.halted
+            && !self.broken.load(Ordering::Acquire)
+            && let Err(error) = file.commit(Durability::Synced, Vec::new())
+        {
+            roll_back(&file.connection);
+            self.classify(file, error, Purpose::Store);
+        }
     }
 
     fn take_turns(&self) {
@@ -533,7 +625,8 @@ impl Writer {
         let mut batch = Batch::default();
         // What is lost from here on takes this batch along.
         let losses = self.losses.load(Ordering::Acquire);
-        let mut turn = Turn { file: &self.file, taken: OnceCell::new() };
+        let durability = self.durability(&desk);
+        let mut turn = Turn { durability, file: &self.file, taken: OnceCell::new() };
         let admitted = self.admit(&mut turn, &desk);
         self.run_units(&mut desk, &mut turn, mirrors, admitted, &mut batch);
         if !turn.is_free() {
@@ -570,7 +663,7 @@ impl Writer {
         if self.answer_early {
             std::mem::take(&mut batch).answer(&Ok(()));
         }
-        if let Err(error) = file.commit(rows) {
+        if let Err(error) = file.commit(durability, rows) {
             let lost = self.classify(&mut file, error, batch.purpose());
             return self.lose(file, mirrors, batch, lost);
         }
@@ -593,6 +686,27 @@ impl Writer {
             && (file.since_measured >= MEASURE_EVERY || self.idle.load(Ordering::Relaxed))
         {
             self.measure(&mut file);
+        }
+    }
+
+    /// How to commit a batch of what waits: a write that must reach the disk takes the others along.
+    fn durability(&self, desk: &Desk) -> Durability {
+        let is_lazy = |message: &Message| matches!(message, Message::Write(unit) if unit.durability() == Durability::Lazy);
+        let mut waiting = desk.waiting.iter().take(self.batch_limit);
+        let lazy = if self.share_lazily { waiting.any(is_lazy) } else { waiting.all(is_lazy) };
+        if lazy { Durability::Lazy } else { Durability::Synced }
+    }
+
+    /// Whether a message may be part of a batch: one that must reach the disk ends a lazy one.
+    fn belongs(&self, message: &Message, durability: Durability) -> bool {
+        match message {
+            Message::Write(unit) => {
+                durability == Durability::Synced
+                    || unit.durability() == Durability::Lazy
+                    || self.share_lazily
+            }
+            Message::Attach(_) => false,
+            Message::Close => true,
         }
     }
 
@@ -628,7 +742,7 @@ impl Writer {
     ) {
         while batch.units.len() < self.batch_limit
             && batch.broke.is_none()
-            && !matches!(desk.waiting.front(), None | Some(Message::Attach(_)))
+            && desk.waiting.front().is_some_and(|next| self.belongs(next, turn.durability))
         {
             let Some(Message::Write(mut unit)) = desk.waiting.pop_front() else {
                 desk.inbox.close();

@@ -200,6 +200,69 @@ async fn a_commit_is_shared_by_no_more_than_allowed() {
     close(&db).await;
 }
 
+/// Writes a number, if there is one, without need to have it on the disk.
+async fn write_lazily(db: Db, n: Option<i64>) -> Result<(), WriteError<Reason>> {
+    db.write_lazily(Purpose::Store, move |connection| {
+        let found = connection.query_row("SELECT count(*) FROM number", [], |_| Ok(()));
+        Ok(n.map_or(found, |n| insert(connection, n))?)
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_lazy_write_shares_the_commit_of_others() {
+    let folder = tempfile::tempdir().unwrap();
+    let db = open(folder.path());
+    let diary = attach(&db).await;
+    let busy = hold(&db).await;
+    let first = line_up(write_lazily(db.clone(), Some(1))).await;
+    let second = line_up(write(db.clone(), 2)).await;
+    let third = line_up(write_lazily(db.clone(), Some(3))).await;
+    drop(busy);
+    soon(first).await.unwrap();
+    soon(second).await.unwrap();
+    soon(third).await.unwrap();
+    assert_eq!(diary.read(), ["undo", "keep", "keep", "keep", "seal", "publish"]);
+    close(&db).await;
+}
+
+#[tokio::test]
+async fn a_lazy_write_can_be_read_at_once_and_is_there_after_closing() {
+    let folder = tempfile::tempdir().unwrap();
+    let db = open(folder.path());
+    let diary = attach(&db).await;
+    for n in 1..=3 {
+        soon(write_lazily(db.clone(), Some(n))).await.unwrap();
+        assert_eq!(numbers(&db).await, (1..=n).collect::<Vec<_>>());
+    }
+    soon(write(db.clone(), 4)).await.unwrap();
+    soon(write_lazily(db.clone(), Some(5))).await.unwrap();
+    soon(write_lazily(db.clone(), Some(6))).await.unwrap();
+    assert_eq!(diary.read(), ["keep", "seal", "publish"].repeat(6));
+    close(&db).await;
+
+    let again = open(folder.path());
+    assert_eq!(numbers(&again).await, [1, 2, 3, 4, 5, 6]);
+    close(&again).await;
+}
+
+/// Somebody may ask again and again whether there is something to do.
+#[tokio::test]
+async fn a_lazy_write_that_changes_nothing_writes_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let db = open(folder.path());
+    soon(write_lazily(db.clone(), Some(1))).await.unwrap();
+    let log = || std::fs::metadata(folder.path().join("test.db-wal")).unwrap().len();
+    let before = log();
+    for _ in 0..10 {
+        soon(write_lazily(db.clone(), None)).await.unwrap();
+    }
+    assert_eq!(log(), before);
+    soon(write_lazily(db.clone(), Some(2))).await.unwrap();
+    assert!(log() > before);
+    close(&db).await;
+}
+
 #[tokio::test]
 async fn when_the_line_is_full_writes_wait_to_get_into_it() {
     let folder = tempfile::tempdir().unwrap();

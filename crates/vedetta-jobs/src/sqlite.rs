@@ -1,7 +1,7 @@
 //! Jobs in the embedded SQLite file.
 //!
-//! One process has the file, and keeps in memory which jobs wait and which run, see [`index`]; so a job is
-//! found without a search, however many wait. A job is one row from its beginning to its end. That it runs
+//! One process has the file, and keeps in memory which jobs wait and which run; so a job is found without a
+//! search, however many wait. A job is one row from its beginning to its end. That it runs
 //! is not written to its row: those that were handed out together are one small row of their own, and what
 //! says how long their leases last is in memory. After a restart each lease begins anew, so that a worker in
 //! another process keeps what it has.
@@ -212,6 +212,15 @@ impl From<rusqlite::Error> for JobsError {
     }
 }
 
+/// A refusal is what the closure answers.
+fn answered<T>(answer: Result<T, WriteError<JobsError>>) -> Result<T, JobsError> {
+    answer.map_err(|error| match error {
+        WriteError::Refused(refused) => refused,
+        WriteError::Lost(lost) => lost.into(),
+        _ => unreachable!("a write is refused or lost"),
+    })
+}
+
 /// A disk that is full or fails is the database's to deal with, all else its caller's.
 impl From<JobsError> for Stop<JobsError> {
     fn from(error: JobsError) -> Self {
@@ -252,12 +261,16 @@ impl SqliteJobs {
         work: impl FnOnce(&Connection, &Desk) -> Result<T, JobsError> + Send + 'static,
     ) -> Result<T, JobsError> {
         let desk = Arc::clone(&self.desk);
-        let written = self.db.write(purpose, move |tx| Ok(work(tx, &desk)?));
-        written.await.map_err(|error| match error {
-            WriteError::Refused(refused) => refused,
-            WriteError::Lost(lost) => lost.into(),
-            _ => unreachable!("a write is refused or lost"),
-        })
+        answered(self.db.write(purpose, move |tx| Ok(work(tx, &desk)?)).await)
+    }
+
+    /// The same for what does no harm if it is lost with the machine: who has what, and what it tells.
+    async fn write_lazily<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&Connection, &Desk) -> Result<T, JobsError> + Send + 'static,
+    ) -> Result<T, JobsError> {
+        let desk = Arc::clone(&self.desk);
+        answered(self.db.write_lazily(Purpose::Store, move |tx| Ok(work(tx, &desk)?)).await)
     }
 
     /// Takes jobs on in a closure of [`Db::write`], with all else that it writes, or not at all.
@@ -303,7 +316,7 @@ impl Jobs for SqliteJobs {
             capacity: wanted.capacity,
             lease: wanted.lease,
         };
-        self.write(Purpose::Store, move |tx, desk| desk.take(tx, &wanted)).await
+        self.write_lazily(move |tx, desk| desk.take(tx, &wanted)).await
     }
 
     async fn keep(&self, held: &[(Claim, Note)]) -> Result<Vec<Kept>, JobsError> {
@@ -328,7 +341,7 @@ impl Jobs for SqliteJobs {
             let note = move |tx: &Connection, desk: &Desk| {
                 told.iter().try_for_each(|(claim, note)| desk.note(tx, claim.id, note))
             };
-            self.write(Purpose::Store, note).await?;
+            self.write_lazily(note).await?;
         }
         Ok(kept)
     }

@@ -125,7 +125,7 @@ impl Command {
     }
 
     /// The same, and `watch` is told what it says meanwhile. On stdout these lines mean something, alone or
-    /// as one, and every other is ignored, as is one of 1 MiB or more:
+    /// as one; one that is no object is told as it is, and one of 1 MiB or more is ignored:
     ///
     /// ```json
     /// {"progress": 0.4, "message": "halfway, nearly"}
@@ -313,6 +313,7 @@ mod tests {
     struct Told {
         progress: Mutex<Vec<(f64, Option<String>)>>,
         log: Mutex<Vec<String>>,
+        lines: Mutex<Vec<String>>,
     }
 
     impl Watch for Told {
@@ -323,10 +324,14 @@ mod tests {
         fn log(&self, line: &str) {
             self.log.lock().push(line.to_owned());
         }
+
+        fn line(&self, line: &str) {
+            self.lines.lock().push(line.to_owned());
+        }
     }
 
     #[tokio::test]
-    async fn progress_and_the_last_result_are_heard_and_other_output_is_ignored() {
+    async fn progress_and_the_last_result_are_heard_and_other_lines_are_told_as_they_are() {
         let said = r#"
             {"progress": 0.25, "message": "a \u00e4", "more": [1]}
             starting
@@ -347,6 +352,10 @@ mod tests {
         let progress = std::mem::take(&mut *told.progress.lock());
         let message = Some("a ä".to_owned());
         assert_eq!(progress, [(0.25, message), (0.0, None), (1.0, None), (0.75, None)]);
+        let lines = std::mem::take(&mut *told.lines.lock());
+        let lines: Vec<&str> = lines.iter().map(|line| line.trim()).collect();
+        let unheard = ["", "starting", r#"[0.5, "a list"]"#, r#"{"progress": NaN}"#];
+        assert_eq!(lines, [&unheard[..], &[r#"{"result": "not the"#]].concat());
 
         let null = shell("cat").run_watched(b"{\"result\": 1}\n{\"result\": null}", &told).await;
         assert_eq!(null.unwrap().unwrap().get(), "null");

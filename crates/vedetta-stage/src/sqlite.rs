@@ -93,7 +93,7 @@ fn delay(millis: i64) -> Duration {
     Duration::from_millis(u64::try_from(millis).unwrap_or(0))
 }
 
-/// Wakes who works a lane, once what was written for it is on the disk.
+/// Wakes who works a lane, once what was written for it is committed.
 #[derive(Debug, Default)]
 struct Bells {
     lanes: Mutex<Vec<Arc<Notify>>>,
@@ -236,6 +236,18 @@ impl Records {
     ) -> Result<T, StageError> {
         let desk = self.desk();
         let written = self.db.write(purpose, move |tx| work(tx, &desk).map_err(stop));
+        answered(written.await)
+    }
+
+    /// Need not be on the disk: a power cut ends this process, too, and without it things are as they were
+    /// before, at the latest once what was held is free.
+    async fn write_lazily<T: Send + 'static>(
+        &self,
+        purpose: Purpose,
+        work: impl FnOnce(&Connection, &Desk) -> Result<T, StageError> + Send + 'static,
+    ) -> Result<T, StageError> {
+        let desk = self.desk();
+        let written = self.db.write_lazily(purpose, move |tx| work(tx, &desk).map_err(stop));
         answered(written.await)
     }
 
@@ -455,7 +467,7 @@ impl crate::record::Records for Records {
         let shards = shards.to_owned();
         let claim =
             move |tx: &Connection, desk: &Desk| Ok(desk.claim(tx, lane, &shards, room, lease)?);
-        self.write(Purpose::Store, claim).await
+        self.write_lazily(Purpose::Store, claim).await
     }
 
     async fn keep(
@@ -477,7 +489,7 @@ impl crate::record::Records for Records {
             }
             Ok(kept)
         };
-        self.write(Purpose::Store, keep).await
+        self.write_lazily(Purpose::Store, keep).await
     }
 
     async fn settle(&self, lane: Lane, ends: &[(Claim, Fate)]) -> Result<Vec<Settled>, StageError> {
@@ -729,7 +741,12 @@ impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, Records, T> {
                 Ok(settled.collect::<rusqlite::Result<Vec<_>>>()?)
             };
             let purpose = if sorts { Purpose::Store } else { Purpose::Reclaim };
-            let settled = self.records.write(purpose, settle).await?;
+            // If it is lost, what was to be sorted is still there.
+            let settled = if lane == self.system {
+                self.records.write_lazily(purpose, settle).await?
+            } else {
+                self.records.write(purpose, settle).await?
+            };
             Ok(indexes.into_iter().zip(settled).collect())
         };
         let (plain, saved): (Result<Vec<_>, StageError>, _) =

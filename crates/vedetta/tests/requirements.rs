@@ -171,7 +171,7 @@ fn package_of(path: &Path) -> String {
 }
 
 /// The names of the tests in a source file that run: those in `proptest!` included, and those in the list
-/// of a `suite!`, one a line; those that are ignored or commented out not.
+/// of a `suite!` or `stories!`, one a line; those that are ignored or commented out not.
 fn test_names(source: &str) -> Vec<String> {
     /// What stands above the line being read.
     enum Above {
@@ -182,7 +182,8 @@ fn test_names(source: &str) -> Vec<String> {
     let mut in_suite = false;
     let mut names = Vec::new();
     for line in source.lines().map(str::trim) {
-        in_suite = (in_suite && line != "};") || line.starts_with("suite! {");
+        let begins = line.starts_with("suite! {") || line.starts_with("stories! {");
+        in_suite = (in_suite && line != "};") || begins;
         let is_name = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
         if in_suite && !line.is_empty() && line.chars().all(is_name) {
             names.push(line.to_owned());

@@ -364,6 +364,7 @@ enum Unsynced {
     Nothing,
     Beginning,
     Sectors,
+    AllButOne,
     Everything,
 }
 
@@ -406,10 +407,11 @@ impl fmt::Display for Image {
 impl Survivor {
     fn pick(file: &Candidates, rng: &mut fastrand::Rng) -> Self {
         let last = file.states.len() - 1;
-        let (unsynced, state) = match rng.u8(..4) {
+        let (unsynced, state) = match rng.u8(..5) {
             0 => (Unsynced::Nothing, 0),
             1 => (Unsynced::Beginning, rng.usize(..=last)),
             2 => (Unsynced::Sectors, rng.usize(..=last)),
+            3 => (Unsynced::AllButOne, last),
             _ => (Unsynced::Everything, last),
         };
         let bytes = file.states[state].as_ref().map(|content| content.after(unsynced, rng));
@@ -420,16 +422,22 @@ impl Survivor {
 impl Content {
     fn after(&self, unsynced: Unsynced, rng: &mut fastrand::Rng) -> Vec<u8> {
         let mut bytes = Vec::clone(&self.durable);
-        let whole = match unsynced {
-            Unsynced::Nothing => 0,
-            Unsynced::Beginning => rng.usize(..=self.pending.len()),
+        let count = self.pending.len();
+        let kept = match unsynced {
+            Unsynced::Nothing => 0..0,
+            Unsynced::Beginning => 0..rng.usize(..=count),
             Unsynced::Sectors => {
                 tear(&mut bytes, &self.pending, rng);
-                0
+                0..0
             }
-            Unsynced::Everything => self.pending.len(),
+            Unsynced::AllButOne | Unsynced::Everything => 0..count,
         };
-        self.pending[..whole].iter().for_each(|change| change.apply(&mut bytes));
+        let lost = matches!(unsynced, Unsynced::AllButOne).then(|| rng.usize(..=count));
+        for (number, change) in self.pending[kept].iter().enumerate() {
+            if Some(number) != lost {
+                change.apply(&mut bytes);
+            }
+        }
         bytes
     }
 }

@@ -2,6 +2,7 @@
 
 mod backup;
 mod doctor;
+mod handler;
 mod job;
 mod kv;
 mod stage;

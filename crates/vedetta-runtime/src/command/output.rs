@@ -25,6 +25,9 @@ pub trait Watch: Sync {
     /// It wrote this line to stderr, here without its end; what is no text is replaced. One that is longer
     /// than 4 KiB comes in pieces.
     fn log(&self, line: &str);
+
+    /// It wrote this line to stdout, and it is no JSON object: for programs that have their own way to tell.
+    fn line(&self, _line: &str) {}
 }
 
 /// Hands over what there is to read, until the end.
@@ -80,10 +83,14 @@ fn some<'de, D: Deserializer<'de>>(from: D) -> Result<Option<&'de RawValue>, D::
 }
 
 fn hear(line: &[u8], watch: Option<&dyn Watch>, result: &mut Option<Box<RawValue>>) {
-    if !line.trim_ascii_start().starts_with(b"{") {
-        return; // a list would do for the fields
-    }
-    let Ok(said) = serde_json::from_slice::<Said<'_>>(line) else { return };
+    let is_object = line.trim_ascii_start().starts_with(b"{"); // a list would do for the fields
+    let said = is_object.then(|| serde_json::from_slice::<Said<'_>>(line));
+    let Some(Ok(said)) = said else {
+        if let Some(watch) = watch {
+            watch.line(&String::from_utf8_lossy(line));
+        }
+        return;
+    };
     let progress = said.progress.and_then(|json| serde_json::from_str::<f64>(json.get()).ok());
     if let (Some(watch), Some(progress)) = (watch, progress) {
         let message = said.message.and_then(|json| serde_json::from_str::<String>(json.get()).ok());

@@ -1,0 +1,190 @@
+//! `[handler.KIND]`, `[queue.NAME]` and `[periodic.NAME]` in the config file.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::support::{Ran, Server, run, temp, until, vedetta};
+
+fn config(folder: &Path, text: &str) {
+    fs::write(folder.join("vedetta.toml"), text).unwrap();
+}
+
+fn job(server: &Server, args: &[&str]) -> Value {
+    let ran: Ran =
+        server.command(&["job"]).args(args).args(["--output", "json"]).output().unwrap().into();
+    assert_eq!(ran.code, 0, "{ran:?}");
+    ran.json()
+}
+
+fn add(server: &Server, kind: &str, payload: &str) -> String {
+    let added = job(server, &["add", kind, "--payload", payload]);
+    added["id"].as_u64().unwrap_or_else(|| panic!("{added}")).to_string()
+}
+
+fn status(server: &Server, id: &str) -> String {
+    job(server, &["show", id])["status"].as_str().unwrap_or_default().to_owned()
+}
+
+/// Whether a process has not ended; one that nobody asked how it ended has.
+fn alive(pid: &str) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{}/stat", pid.trim()));
+    stat.is_ok_and(|stat| !stat.contains(") Z "))
+}
+
+/// Sleeps, with a child that sleeps beside it, and says who they are.
+const SLEEPS: &str = "[shutdown]\ngrace = '0s'\n[queue.default]\nack-wait = '1s'\n[handler.sleep]\ntimeout = '1h'\n\
+    run = ['sh', '-c', 'sleep 600 & echo $$ $! >pids; wait']\n";
+
+fn sleepers(folder: &Path) -> Vec<String> {
+    let file = folder.join("pids");
+    let read = || fs::read_to_string(&file).unwrap_or_default();
+    until("the command", || read().ends_with('\n'));
+    let pids: Vec<String> = read().split_whitespace().map(str::to_owned).collect();
+    fs::remove_file(file).unwrap();
+    assert!(pids.len() == 2 && pids.iter().all(|pid| alive(pid)), "{pids:?}");
+    pids
+}
+
+fn are_gone(pids: &[String]) {
+    until("the end of the command and its child", || !pids.iter().any(|pid| alive(pid)));
+}
+
+#[test]
+fn a_declared_command_does_the_jobs_of_its_kind() {
+    let folder = temp();
+    config(
+        folder.path(),
+        r#"
+        [queue.media]
+        capacity = 3
+        [handler.thumbnail]
+        run = ["sh", "-c", "echo \"slots $VEDETTA_SLOTS\" >&2; echo '{\"result\": '$(cat)'}'"]
+        queue = "media"
+        cost-from = "size"
+        [handler.thumbnail.costs]
+        small = 1
+        large = 9
+        [periodic.again]
+        kind = "thumbnail"
+        payload = { size = "small" }
+        every = "1s"
+        "#,
+    );
+    let server = Server::start(folder.path());
+    let id = add(&server, "thumbnail", r#"{"size":"large"}"#);
+    until("the job", || status(&server, &id) == "done");
+    let shown = job(&server, &["show", &id]);
+    assert_eq!(shown["queue"], "media");
+    assert_eq!(shown["cost"], 9);
+    assert_eq!(shown["result"]["size"], "large");
+    assert_eq!(shown["log"], "slots 3\n", "as many as there are");
+    let periodic = || {
+        let listed = job(&server, &["list", "--status", "done"]);
+        let jobs = listed["jobs"].as_array().map_or(0, Vec::len);
+        jobs > 2
+    };
+    until("two ticks", periodic);
+}
+
+#[test]
+fn no_process_is_left_when_a_job_is_called_off_or_takes_too_long() {
+    let folder = temp();
+    config(folder.path(), SLEEPS);
+    let server = Server::start(folder.path());
+    let id = add(&server, "sleep", "null");
+    let pids = sleepers(folder.path());
+    job(&server, &["cancel", &id]);
+    are_gone(&pids);
+    assert_eq!(status(&server, &id), "cancelled");
+
+    let added = job(&server, &["add", "sleep", "--timeout", "1s", "--max-attempts", "1"]);
+    let pids = sleepers(folder.path());
+    are_gone(&pids);
+    let id = added["id"].to_string();
+    until("its end", || status(&server, &id) == "dead");
+}
+
+#[test]
+fn no_process_is_left_when_the_server_ends_and_the_job_is_done_by_the_next() {
+    for signal in ["TERM", "KILL"] {
+        let folder = temp();
+        config(folder.path(), SLEEPS);
+        let mut server = Server::start(folder.path());
+        let id = add(&server, "sleep", "null");
+        let pids = sleepers(folder.path());
+        server.running.signal(signal);
+        server.running.wait();
+        are_gone(&pids);
+
+        config(
+            folder.path(),
+            "[queue.default]\nack-wait = '1s'\n[handler.sleep]\nrun = ['true']\n",
+        );
+        let server = Server::start(folder.path());
+        until("another run", || status(&server, &id) == "done");
+    }
+}
+
+#[test]
+fn what_cannot_be_declared_is_refused() {
+    let folder = temp();
+    for (text, why) in [
+        ("[handler.a]\nrun = []", "names no program"),
+        ("[handler.a]\nrun = ['x']\ncost = 1\ncost-from = 'size'", "both cost and cost-from"),
+        ("[handler.a]\nrun = ['x']\ncost-from = 'size'", "[handler.a.costs]"),
+        ("[queue.a]\nack-wait = '10s'\nheartbeat = '5s'", "more than a third"),
+        ("[queue.a]\nfetch-batch = 5", "for streams"),
+        ("[queue.a]\ncapacity = 0", "capacity"),
+        ("[queue.'a b']", "is no name"),
+        ("[periodic.a]\nkind = 'x'", "one of every and cron"),
+        ("[periodic.a]\nkind = 'x'\ncron = 'soon'", "no cron pattern"),
+        ("[jobs]\nurl = 'nats://127.0.0.1:1'", "queue.NAME.nats"),
+        ("[queue.a]\nnats = { stream = 'S', subject = 's', durable = 'd' }", "jobs.url is no nats"),
+    ] {
+        config(folder.path(), text);
+        let ran = run(folder.path(), &["up", "--http", "127.0.0.1:0"]);
+        assert_eq!(ran.code, 2, "{text}: {ran:?}");
+        assert!(ran.err.contains(why), "{text}: {}", ran.err);
+    }
+}
+
+#[tokio::test]
+async fn a_queue_can_be_a_stream_and_its_jobs_are_recorded() {
+    let nats = testing::nats::Server::start().await;
+    let folder = temp();
+    config(
+        folder.path(),
+        r#"
+        [queue.media]
+        capacity = 4
+        ack-wait = "3s"
+        heartbeat = "1s"
+        fetch-batch = 5
+        fetch-timeout = "1s"
+        nats = { stream = "MEDIA", subject = "media.events", durable = "worker" }
+        [handler.film]
+        run = ["sh", "-c", "echo working >&2; echo '{\"result\": '$(cat)'}'"]
+        queue = "media"
+        "#,
+    );
+    let mut command = vedetta(folder.path());
+    command.args(["up", "--http", "127.0.0.1:0"]).env("VEDETTA_JOBS_URL", nats.url());
+    let server = Server::with(&mut command, folder.path());
+    let client = async_nats::connect(nats.url()).await.unwrap();
+    client.publish("media.events", r#"{"file":"a.mp4"}"#.into()).await.unwrap();
+    client.flush().await.unwrap();
+    let listed = || job(&server, &["list", "--queue", "media", "--status", "done"]);
+    until("its record", || listed()["jobs"].as_array().is_some_and(|jobs| jobs.len() == 1));
+    let id = listed()["jobs"][0]["id"].to_string();
+    let shown = job(&server, &["show", &id]);
+    assert_eq!(shown["kind"], "film");
+    assert_eq!(shown["result"]["file"], "a.mp4");
+    assert_eq!(shown["attempts"], 1);
+    assert!(shown["connection"].as_str().unwrap().starts_with("nats"), "{shown}");
+    assert!(shown["started_at"].is_string() && shown["ended_at"].is_string(), "{shown}");
+    let refused: Ran = server.command(&["job", "add", "film"]).output().unwrap().into();
+    assert_eq!(refused.code, 2, "{refused:?}");
+    assert!(refused.err.contains("publish to media.events"), "{refused:?}");
+}
