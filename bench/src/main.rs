@@ -5,13 +5,16 @@ mod etcd;
 mod fanout;
 mod figures;
 mod floor;
+mod jobs;
 mod million;
+mod npm;
 mod puts;
 mod schedule;
 mod setup;
 mod slots;
 mod stages;
 mod ttl;
+mod turns;
 mod watch;
 
 use std::process::ExitCode;
@@ -52,6 +55,12 @@ enum Bench {
     /// Our side of `stages`.
     #[command(hide = true)]
     StagesOurs(stages::Ours),
+    /// Jobs on PostgreSQL and SQLite, against graphile-worker, pg-boss and apalis on the same PostgreSQL.
+    #[command(after_help = jobs::ROWS)]
+    Jobs(jobs::Args),
+    /// Our side of `jobs`.
+    #[command(hide = true)]
+    JobsOurs(jobs::Ours),
     /// Side by side with etcd, each a process of its own, the same client for both.
     #[command(after_help = etcd::COLUMNS)]
     Etcd(etcd::Args),
@@ -90,6 +99,8 @@ fn run(bench: Bench) -> anyhow::Result<()> {
             Bench::Watch(args) => watch::run(args).await,
             Bench::Stages(args) => stages::run(args).await,
             Bench::StagesOurs(args) => stages::ours(args).await,
+            Bench::Jobs(args) => jobs::run(args).await,
+            Bench::JobsOurs(args) => jobs::work(args).await,
             Bench::Etcd(args) => etcd::run(args).await,
             Bench::EtcdServe(args) => etcd::serve(args).await,
             Bench::EtcdEcho(args) => etcd::echo(args).await,

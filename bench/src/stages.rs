@@ -7,23 +7,21 @@
 //! An update reaches its stage through the system stage: five round trips to PostgreSQL after the commit,
 //! three commits on SQLite. A backlog that is not due is not looked at; only the trees are deeper.
 
-mod graphile;
 mod ours;
 
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command};
 
 use clap::ValueEnum;
 use testing::postgres::Server;
 use tokio_util::sync::CancellationToken;
 use vedetta_core::KeyRange;
-use vedetta_db::postgres::Postgres;
 use vedetta_etcd::Endpoint;
 use vedetta_kv::{KeyValue, Range};
 
-use self::graphile::Graphile;
 use self::ours::What;
-use crate::figures::median;
+use crate::npm::Package;
 use crate::setup;
+use crate::turns::{Rounds, figures, in_a_fresh_database, of, ratio};
 
 pub(crate) use self::ours::{Args as Ours, run as ours};
 
@@ -102,7 +100,7 @@ enum Side {
 
 struct Bench {
     server: Server,
-    graphile: Graphile,
+    graphile: Package,
 }
 
 pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
@@ -112,7 +110,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         "--check looks at runs and latency, and neither is measured"
     );
     let target = setup::target()?;
-    let graphile = Graphile::install(&target)?;
+    let graphile = Package::graphile_worker(&target)?;
     let server = Server::start_on(&target, &SETTINGS).await;
     let bench = Bench { server, graphile };
     let mut missed = Vec::new();
@@ -269,7 +267,7 @@ impl Bench {
         &self,
         rounds: usize,
         each: &[(Side, What, u64, u64)],
-    ) -> anyhow::Result<Vec<Vec<Vec<f64>>>> {
+    ) -> anyhow::Result<Rounds> {
         let mut all = Vec::with_capacity(rounds);
         for _ in 0..rounds {
             let mut round = Vec::with_capacity(each.len());
@@ -296,19 +294,13 @@ impl Bench {
             let folder = setup::folder()?;
             return figures(ours.arg("--folder").arg(folder.path()));
         }
-        let url = self.server.database().await;
-        let figures = match (side, what) {
-            (Side::Graphile, What::Untouched) => self.graphile.measure("runs", &url, count)?,
-            (Side::Graphile, _) => self.graphile.measure("latency", &url, count)?,
-            _ => figures(ours.args(["--url", &url]))?,
-        };
-        // What is left of it must not be cleaned up during the next.
-        let server = Postgres::open(&self.server.url(), &[]).await?.client().await?;
-        let name = url.rsplit('/').next().expect("a URL ends with the name");
-        server.batch_execute(&format!("DROP DATABASE {name} WITH (FORCE)")).await?;
-        server.batch_execute("CHECKPOINT").await?;
-        anyhow::ensure!(Command::new("sync").status()?.success(), "sync failed");
-        Ok(figures)
+        let graphile = |what, url: &str| self.graphile.measure(what, url, &[count.to_string()]);
+        in_a_fresh_database(&self.server, |url| match (side, what) {
+            (Side::Graphile, What::Untouched) => graphile("runs", url),
+            (Side::Graphile, _) => graphile("latency", url),
+            _ => figures(ours.args(["--url", url])),
+        })
+        .await
     }
 }
 
@@ -322,21 +314,4 @@ impl Drop for Children {
             let _ = child.wait();
         }
     }
-}
-
-/// Runs a measurement; what it prints is a figure a line.
-fn figures(command: &mut Command) -> anyhow::Result<Vec<f64>> {
-    let output = command.stderr(Stdio::inherit()).output()?;
-    anyhow::ensure!(output.status.success(), "a measurement failed: {}", output.status);
-    let figures = str::from_utf8(&output.stdout)?.lines().map(str::parse);
-    Ok(figures.collect::<Result<_, _>>()?)
-}
-
-fn of(rounds: &[Vec<Vec<f64>>], row: usize, column: usize) -> f64 {
-    median(&mut rounds.iter().map(|round| round[row][column]).collect::<Vec<_>>())
-}
-
-fn ratio(rounds: &[Vec<Vec<f64>>], ours: (usize, usize), other: (usize, usize)) -> f64 {
-    let ratios = rounds.iter().map(|round| round[ours.0][ours.1] / round[other.0][other.1]);
-    median(&mut ratios.collect::<Vec<_>>())
 }
