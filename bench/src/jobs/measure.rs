@@ -148,7 +148,7 @@ async fn runs(queue: impl Measured, counts: Counts) -> anyhow::Result<f64> {
     queue.settle_down().await?;
 
     let begun = Arc::new(Begun { count: AtomicU64::new(0), tell: None });
-    let began = Instant::now();
+    let start = Instant::now();
     let working = queue.start(Arc::clone(&begun)).await?;
     while begun.count() < jobs {
         sleep(Duration::from_millis(1)).await;
@@ -157,7 +157,7 @@ async fn runs(queue: impl Measured, counts: Counts) -> anyhow::Result<f64> {
     while behind == 0 && !queue.are_over(&working, jobs).await? {
         sleep(Duration::from_millis(1)).await;
     }
-    let took = began.elapsed();
+    let took = start.elapsed();
     let ran = begun.count();
     anyhow::ensure!(behind > 0 || ran == jobs, "{ran} jobs ran, of {jobs}");
     Ok(rate(jobs, took))

@@ -316,7 +316,8 @@ impl Evidence {
                 }
             }
         }
-        let stray = effects.keys().map(|number| format!("an effect of {number}, which is not done"));
+        let stray =
+            effects.keys().map(|number| format!("an effect of {number}, which is not done"));
         report.violations.extend(stray);
     }
 }

@@ -151,9 +151,7 @@ async fn watch_the_clock(log: Arc<Log>, most: Duration) {
 }
 
 /// The server may be down when a worker starts.
-async fn until_it_works<T, E: std::error::Error>(
-    mut open: impl AsyncFnMut() -> Result<T, E>,
-) -> T {
+async fn until_it_works<T, E: std::error::Error>(mut open: impl AsyncFnMut() -> Result<T, E>) -> T {
     loop {
         match open().await {
             Ok(opened) => return opened,

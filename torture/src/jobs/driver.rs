@@ -33,7 +33,8 @@ pub(super) async fn run(setup: &Setup) -> Report {
     let folder = crate::bed::memory_folder();
     let mut server = Server::start(setup, folder.path()).await;
     let link = Proxy::to(server.address()).await;
-    let opened = soon("the driver's line opens", Desk::open(&server, &link, setup.lease)).await;
+    let opening = Box::pin(Desk::open(&server, &link, setup.lease));
+    let opened = soon("the driver's line opens", opening).await;
     let desk = Arc::new(opened.expect("the driver's line opens"));
     let mut workers = Workers::start(setup, folder.path(), server.url(&link));
 
@@ -126,7 +127,8 @@ async fn ask(setup: &Setup, desk: &Arc<Desk>, progress: &Progress) -> Vec<Asked>
                     if job.kind == Kind::CalledOff {
                         let (number, id, desk) = (job.number, enqueued.id, Arc::clone(desk));
                         let delay = Duration::from_millis(rng.u64(..=1) * rng.u64(..400));
-                        calling_off.spawn(async move { (number, call_off(&desk, id, delay).await) });
+                        calling_off
+                            .spawn(async move { (number, call_off(&desk, id, delay).await) });
                     }
                 }
             }
