@@ -50,7 +50,7 @@ impl Backend {
     }
 }
 
-/// What is done wrong on purpose, to see that it is noticed: with one job of fifty.
+/// What is done wrong on purpose, to see that it is noticed: with one job of fifty, or every effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Lie {
     /// A worker says that a job is done, and has not begun it.
