@@ -13,6 +13,7 @@ mod schedule;
 mod setup;
 mod slots;
 mod stages;
+mod transcoding;
 mod ttl;
 mod turns;
 mod watch;
@@ -61,6 +62,9 @@ enum Bench {
     /// Our side of `jobs`.
     #[command(hide = true)]
     JobsOurs(jobs::Ours),
+    /// Films made into all resolutions: how much of the cores the weighted slots use.
+    #[command(after_help = transcoding::FIGURES)]
+    Transcode(transcoding::Args),
     /// Side by side with etcd, each a process of its own, the same client for both.
     #[command(after_help = etcd::COLUMNS)]
     Etcd(etcd::Args),
@@ -101,6 +105,7 @@ fn run(bench: Bench) -> anyhow::Result<()> {
             Bench::StagesOurs(args) => stages::ours(args).await,
             Bench::Jobs(args) => jobs::run(args).await,
             Bench::JobsOurs(args) => jobs::work(args).await,
+            Bench::Transcode(args) => transcoding::run(args).await,
             Bench::Etcd(args) => etcd::run(args).await,
             Bench::EtcdServe(args) => etcd::serve(args).await,
             Bench::EtcdEcho(args) => etcd::echo(args).await,

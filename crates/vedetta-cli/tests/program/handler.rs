@@ -188,3 +188,27 @@ async fn a_queue_can_be_a_stream_and_its_jobs_are_recorded() {
     assert_eq!(refused.code, 2, "{refused:?}");
     assert!(refused.err.contains("publish to media.events"), "{refused:?}");
 }
+
+#[test]
+fn jobs_on_a_postgresql_are_done_by_the_servers_that_share_it() {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
+    let (_postgres, url) = runtime.block_on(async {
+        let server = testing::postgres::Server::start().await;
+        let url = server.database().await;
+        (server, url)
+    });
+    // One asks and does nothing, the other does it.
+    let (asks, does) = (temp(), temp());
+    config(asks.path(), &format!("[jobs]\nurl = '{url}'\n"));
+    let run = r#"run = ["sh", "-c", "cat >done; echo '{\"result\": 7}'"]"#;
+    config(does.path(), &format!("[jobs]\nurl = '{url}'\n[handler.note]\n{run}\n"));
+    let asking = Server::start(asks.path());
+    let id = add(&asking, "note", r#"{"a":1}"#);
+    assert_eq!(status(&asking, &id), "waiting");
+    let doing = Server::start(does.path());
+    until("the job", || status(&asking, &id) == "done");
+    assert_eq!(job(&doing, &["show", &id])["result"], 7);
+    assert_eq!(fs::read_to_string(does.path().join("done")).unwrap(), r#"{"a":1}"#);
+    doing.stop();
+    asking.stop();
+}
