@@ -2,8 +2,8 @@
 //! ways that come to mind first: how much of the cores each uses, and with how many threads at once.
 //!
 //! Prediction: one file at a time leaves cores idle where FFmpeg does: as it begins and ends, and with small
-//! pictures. A semaphore keeps them busy until only large files are left, and pays with as many FFmpegs as
-//! files fit, each with threads for the whole machine. Ours is as busy as the semaphore with no more threads
+//! pictures. A semaphore keeps them busy until only large files are left, and pays with an FFmpeg for each of
+//! them, each with threads for the whole machine. Ours is as busy as the semaphore with no more threads
 //! than slots.
 
 use std::num::NonZeroU32;
@@ -18,7 +18,7 @@ use tokio::sync::Semaphore;
 use transcode::{Asked, Media, Part, Tools, ladder, run_part};
 use vedetta_db::Db;
 use vedetta_jobs::sqlite::{SCHEMA, SqliteJobs};
-use vedetta_jobs::{Jobs, NewJob, Worker};
+use vedetta_jobs::{Jobs, Ledger as _, NewJob, Worker};
 use vedetta_runtime::Watch;
 
 use crate::figures::median;
@@ -83,7 +83,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
     let slots = args.slots.unwrap_or(NonZeroU32::try_from(cores)?);
     let mut batches: [Vec<Batch>; 3] = [const { Vec::new() }; 3];
     for round in 0..args.rounds {
-        for way in 0..batches.len() {
+        for (way, batches) in batches.iter_mut().enumerate() {
             let outputs = folder.path().join(format!("{round}-{way}"));
             std::fs::create_dir(&outputs)?;
             let threads = AtThatTime::default();
@@ -94,15 +94,19 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
                 _ => plain(&tools, &films, &outputs, cores.get(), &threads).await?,
             }
             let took = start.elapsed();
-            let used = (children()? - used).as_secs_f64() / took.as_secs_f64();
+            let used = children()?.saturating_sub(used).as_secs_f64() / took.as_secs_f64();
             let at_once = threads.most.load(Ordering::Relaxed);
             check(&films, &outputs)?;
             std::fs::remove_dir_all(&outputs)?;
             #[expect(clippy::cast_precision_loss, reason = "a few cores")]
-            batches[way].push(Batch { took, used: used / cores.get() as f64, at_once });
+            batches.push(Batch { took, used: used / cores.get() as f64, at_once });
         }
     }
-    println!("{} films on {cores} cores, {slots} slots; medians of {} rounds", films.len(), args.rounds);
+    println!(
+        "{} films on {cores} cores, {slots} slots; medians of {} rounds",
+        films.len(),
+        args.rounds
+    );
     println!("{:<16}{:>9}{:>9}{:>9}{:>14}", "", "took", "used", "at once", "ours is so long");
     let took = |batches: &[Batch]| median_of(batches, |batch| batch.took.as_secs_f64());
     let mut missed = Vec::new();
@@ -146,7 +150,7 @@ async fn ours(
     });
     jobs.enqueue(&asked.collect::<Result<Vec<_>, _>>()?).await?;
     let worker: Worker = transcode::worker("bench", Tools::default(), Some(slots));
-    let mut working = worker.start(Arc::clone(&jobs) as Arc<dyn Jobs>);
+    let working = worker.start(Arc::clone(&jobs) as Arc<dyn Jobs>)?;
     let ended = async {
         let mut ended = 0;
         while ended < FILMS.len() as u64 {
@@ -159,7 +163,7 @@ async fn ours(
         Ok(())
     };
     ended.await?;
-    working.stop().await;
+    working.stop(Duration::ZERO).await;
     tokio::task::spawn_blocking(move || db.close_blocking()).await?;
     Ok(())
 }

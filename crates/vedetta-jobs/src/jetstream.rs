@@ -26,6 +26,7 @@ mod setup;
 
 use std::num::NonZeroU32;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime};
 
 use async_nats::connection::State as Connection;
@@ -374,8 +375,30 @@ impl Jobs for JetStream {
         if ended.iter().any(|(_, fate)| matches!(fate, Fate::Released)) {
             shared.step_back().await;
         }
-        let settled = join_all(ended.iter().map(|(claim, fate)| shared.settle(*claim, fate))).await;
-        let settled: Vec<Settled> = settled.into_iter().collect::<Result<_, _>>()?;
+        let connects = shared.connects();
+        let last_done = ended.iter().rposition(|(_, fate)| matches!(fate, Fate::Done { .. }));
+        let is_early =
+            |at: usize| matches!(ended[at].1, Fate::Done { .. }) && Some(at) != last_done;
+        let early: Vec<usize> = (0..ended.len()).filter(|at| is_early(*at)).collect();
+        for at in &early {
+            shared.acknowledge(ended[*at].0).await?;
+        }
+        let rest = (0..ended.len()).filter(|at| !is_early(*at));
+        let rest = rest.map(async |at| {
+            let (claim, fate) = &ended[at];
+            shared.settle(*claim, fate, Confirmed::Not).await.map(|settled| (at, settled))
+        });
+        let settled = join_all(rest).await;
+        let mut settled: Vec<(usize, Settled)> = settled.into_iter().collect::<Result<_, _>>()?;
+        if !early.is_empty() && shared.connects() != connects {
+            return Err(JobsError::Unavailable("the connection to NATS was lost meanwhile".into()));
+        }
+        for at in early {
+            let (claim, fate) = &ended[at];
+            settled.push((at, shared.settle(*claim, fate, Confirmed::ByTheLast).await?));
+        }
+        settled.sort_unstable_by_key(|(at, _)| *at);
+        let settled = settled.into_iter().map(|(_, settled)| settled).collect();
         let mut state = shared.state.lock();
         ended.iter().for_each(|(claim, _)| state.let_go(*claim));
         Ok(settled)
@@ -599,7 +622,27 @@ impl Shared {
         Ok(Kept::Ours)
     }
 
-    async fn settle(&self, claim: Claim, fate: &Fate) -> Result<Settled, JobsError> {
+    /// Says that a job is done, without waiting for the server.
+    async fn acknowledge(&self, claim: Claim) -> Result<(), JobsError> {
+        let reply = match self.state.lock().held(claim) {
+            Some(held) if held.settled.is_none() => held.letter.reply.clone(),
+            _ => return Ok(()),
+        };
+        let said = self.client.publish(reply, Bytes::from(AckKind::Ack)).await;
+        said.map_err(|error| unavailable("acknowledging", error))
+    }
+
+    /// How often there was a connection.
+    fn connects(&self) -> u64 {
+        self.client.statistics().connects.load(Ordering::Relaxed)
+    }
+
+    async fn settle(
+        &self,
+        claim: Claim,
+        fate: &Fate,
+        confirmed: Confirmed,
+    ) -> Result<Settled, JobsError> {
         let (letter, attempt, story) = match self.state.lock().held(claim) {
             None => return Ok(Settled::Stale),
             Some(held) => match held.settled {
@@ -612,7 +655,9 @@ impl Shared {
         let back = |after: Duration| AckKind::Nak(Some(after.min(LONGEST_DELAY)));
         let settled = match fate {
             Fate::Done { result } => {
-                self.confirm(&letter, AckKind::Ack).await?;
+                if confirmed == Confirmed::Not {
+                    self.confirm(&letter, AckKind::Ack).await?;
+                }
                 (step.status, step.result) = (JobState::Done, result.clone());
                 step.progress = 1.0;
                 Settled::Gone
@@ -743,6 +788,14 @@ impl Shared {
             updated_at: now,
         });
     }
+}
+
+/// Whether the server knows that a job is done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Confirmed {
+    Not,
+    /// It reads a line in order: what it confirms is true of all that was said before on the same line.
+    ByTheLast,
 }
 
 /// What a monitor is told of a job, beside what it was asked for.

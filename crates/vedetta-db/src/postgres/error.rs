@@ -57,6 +57,13 @@ impl PostgresError {
             Self::BadUrl(_) | Self::Newer { .. } | Self::Misfit(_) => false,
         }
     }
+
+    /// Whether two stood in each other's way and the server ended this one: nothing of it was done, and it can
+    /// be done again at once.
+    pub fn stood_in_the_way(&self) -> bool {
+        let codes = [SqlState::T_R_SERIALIZATION_FAILURE, SqlState::T_R_DEADLOCK_DETECTED];
+        matches!(self, Self::Refused { code, .. } if codes.contains(&SqlState::from_code(code)))
+    }
 }
 
 fn is_transient(code: &SqlState) -> bool {

@@ -155,6 +155,9 @@ impl Desk {
                 }
                 Err(error) => {
                     let error: PostgresError = error;
+                    if error.stood_in_the_way() {
+                        continue;
+                    }
                     if !error.is_transient() && !alone {
                         return Some(group);
                     }
@@ -179,8 +182,11 @@ impl Desk {
         let client = self.db.client().await?;
         let jobs: Vec<&NewJob> = jobs.iter().collect();
         loop {
-            if let Some(enqueued) = self.enqueue_all(&client, &jobs).await? {
-                return Ok(enqueued);
+            match self.enqueue_all(&client, &jobs).await.map_err(PostgresError::from) {
+                Ok(Some(enqueued)) => return Ok(enqueued),
+                Ok(None) => {}
+                Err(error) if error.stood_in_the_way() => continue,
+                Err(error) => return Err(error.into()),
             }
             let draining = draining(&client).await?;
             if let Some(job) = jobs.iter().find(|job| draining.contains(&job.queue)) {
