@@ -41,7 +41,7 @@ use parking_lot::Mutex;
 use percent_encoding::percent_decode_str;
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use vedetta_core::JobState;
 use vedetta_core::queue::{Kept, Settled, Woken};
@@ -61,6 +61,8 @@ const ANSWER: Duration = Duration::from_secs(5);
 const PUBLISHED: usize = 1000;
 /// A delay longer than this is this.
 const LONGEST_DELAY: Duration = Duration::from_secs(10 * 365 * 86_400);
+/// What is less than this part of a lease is nothing.
+const JUST_BEFORE: u32 = 60;
 /// What comes at once comes within so long.
 const AT_ONCE: Duration = Duration::from_millis(5);
 
@@ -492,15 +494,21 @@ impl Shared {
 
     /// Whether a pull has ended before nothing was heard of it for so long.
     async fn ends(&self, number: u64, silence: Duration) -> bool {
+        let began = Instant::now();
         loop {
             // From here on it is not missed.
             let turn = self.turn.notified();
-            if self.state.lock().pull.as_ref().is_none_or(|pull| pull.number != number) {
-                return true;
-            }
-            if timeout(silence, turn).await.is_err() {
+            let until = {
+                let state = self.state.lock();
+                if state.pull.as_ref().is_none_or(|pull| pull.number != number) {
+                    return true;
+                }
+                began.max(state.heard_at) + silence
+            };
+            if until <= Instant::now() {
                 return false;
             }
+            let _ = timeout_at(until, turn).await;
         }
     }
 
@@ -547,9 +555,13 @@ impl Shared {
         Ok(Some(number))
     }
 
-    /// What came before it was asked for is the server's concern for less than a lease: begin that anew.
+    /// What came before it was asked for is held for less than a lease: begin that anew, unless it came just
+    /// before.
     async fn touch(&self, asked: Instant) -> Result<(), JobsError> {
-        let early = self.state.lock().came_before(asked);
+        let Some(before) = asked.checked_sub(self.options.ack_wait / JUST_BEFORE) else {
+            return Ok(());
+        };
+        let early = self.state.lock().came_before(before);
         for reply in early {
             let touched = self.client.publish(reply, AckKind::Progress.into()).await;
             touched.map_err(|error| unavailable("acknowledging", error))?;
@@ -561,6 +573,7 @@ impl Shared {
         let mut jobs = Vec::new();
         let mut cost = 0_u32;
         let mut state = self.state.lock();
+        state.forget_lapsed(self.options.ack_wait);
         while cost < wanted.room {
             let Some((letter, asked, until)) = state.next(self.options.ack_wait) else { break };
             cost = cost.saturating_add(asked.cost.min(wanted.capacity));

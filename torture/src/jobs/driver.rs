@@ -25,8 +25,9 @@ const BATCH: u64 = 200;
 const BACKLOG: u64 = 3_000;
 /// Faults end when so many are left: the rest is worked off in peace.
 const REST: u64 = 200;
-/// If nothing changes for so long, something is stuck.
+/// If nothing changes for so long, something is stuck; sooner where there are no faults to get over.
 const STUCK: Duration = Duration::from_secs(40);
+const STUCK_IN_PEACE: Duration = Duration::from_secs(8);
 
 pub(super) async fn run(setup: &Setup) -> Report {
     let began = Instant::now();
@@ -39,20 +40,21 @@ pub(super) async fn run(setup: &Setup) -> Report {
     let mut workers = Workers::start(setup, folder.path(), server.url(&link));
 
     let progress = Progress::default();
+    let stuck = if setup.between_faults.is_some() { STUCK } else { STUCK_IN_PEACE };
     if setup.between_faults.is_none() {
         progress.dealt.store(true, Ordering::Relaxed);
     }
     let calm = CancellationToken::new();
     let asking = async {
         let asked = ask(setup, &desk, &progress).await;
-        let _ = wait_for(&desk, REST).await;
+        let _ = wait_for(&desk, REST, stuck).await;
         calm.cancel();
         asked
     };
     let (asked, faults) =
         tokio::join!(asking, storm(setup, &mut server, &link, &mut workers, &progress, &calm));
 
-    let mut violations: Vec<String> = wait_for(&desk, 0).await.err().into_iter().collect();
+    let mut violations: Vec<String> = wait_for(&desk, 0, stuck).await.err().into_iter().collect();
     // Who was frozen or cut off may still say something.
     sleep(setup.lease).await;
     let started = workers.started;
@@ -88,7 +90,7 @@ struct Progress {
 }
 
 /// Until at most so many are left; or what is stuck.
-async fn wait_for(desk: &Desk, most: u64) -> Result<(), String> {
+async fn wait_for(desk: &Desk, most: u64, stuck: Duration) -> Result<(), String> {
     let (mut last, mut changed) = (u64::MAX, Instant::now());
     loop {
         match desk.left().await {
@@ -96,7 +98,7 @@ async fn wait_for(desk: &Desk, most: u64) -> Result<(), String> {
             Ok(left) if left != last => (last, changed) = (left, Instant::now()),
             Ok(_) | Err(_) => {}
         }
-        if changed.elapsed() > STUCK {
+        if changed.elapsed() > stuck {
             return Err(format!("stuck: {last} jobs neither wait nor run to an end"));
         }
         sleep(Duration::from_millis(50)).await;

@@ -45,6 +45,8 @@ pub(super) struct State {
     pub was_full: bool,
     /// Why the last one ended, if it should not have.
     pub fault: Option<String>,
+    /// When the last message came.
+    pub heard_at: Instant,
     /// Pulled, and not taken.
     pub ready: VecDeque<Ready>,
     /// Taken, and not settled, by sequence.
@@ -100,6 +102,7 @@ impl State {
             pulls: 0,
             was_full: false,
             fault: None,
+            heard_at: Instant::now(),
             ready: VecDeque::new(),
             held: HashMap::new(),
             forgiven: BTreeMap::new(),
@@ -153,7 +156,6 @@ impl State {
     /// The next message to hand out; those that are no jobs, or were begun too often, wait to be buried.
     /// It is held until `ack_wait` after it came.
     pub(super) fn next(&mut self, ack_wait: Duration) -> Option<(Arc<Letter>, Asked, Instant)> {
-        self.forget_lapsed(ack_wait);
         let at = (0..self.ready.len()).find(|at| !self.is_poison(&self.ready[*at].letter))?;
         let asked = self.ready[at].letter.asked.clone().ok()?;
         let ready = self.ready.remove(at)?;
@@ -213,7 +215,7 @@ impl State {
 
     /// What nobody kept is nobody's, nor what was not taken for as long: then this process did not run, and
     /// somebody else has it.
-    fn forget_lapsed(&mut self, ack_wait: Duration) {
+    pub(super) fn forget_lapsed(&mut self, ack_wait: Duration) {
         let now = Instant::now();
         self.held.retain(|_, held| now < held.until);
         self.ready.retain(|ready| now < ready.at + ack_wait);
@@ -242,8 +244,11 @@ impl State {
             self.cost += (f64::from(asked.cost) - self.cost) / 4.0;
         }
         let sequence = letter.sequence;
-        self.ready.retain(|ready| ready.letter.sequence != sequence);
-        self.ready.push_back(Ready { letter: Arc::new(letter), at: Instant::now() });
+        if letter.delivered > 1 {
+            self.ready.retain(|ready| ready.letter.sequence != sequence);
+        }
+        self.heard_at = Instant::now();
+        self.ready.push_back(Ready { letter: Arc::new(letter), at: self.heard_at });
         self.held.remove(&sequence).is_some()
     }
 
@@ -304,8 +309,17 @@ impl Shared {
                 let Some(letter) = Letter::read(message, &self.context, &self.options) else {
                     return;
                 };
-                if self.state.lock().arrived(letter) {
+                let (was_held, is_one_more) = {
+                    let mut state = self.state.lock();
+                    let was_ready = !state.ready.is_empty();
+                    (state.arrived(letter), was_ready && state.pull.is_some())
+                };
+                if was_held {
                     self.look.notify_one();
+                }
+                // Who is to take the first of them takes the others along.
+                if is_one_more {
+                    return;
                 }
             }
             Some(status) => self.heard(&message, status),
