@@ -5,14 +5,16 @@
 //! end a lease.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 use vedetta_core::explain;
 use vedetta_core::queue::{Kept, Settled};
 use vedetta_db::rusqlite::{self, Connection, OptionalExtension as _, Row, params};
-use vedetta_db::{CommitError, Db, Mirror, Purpose, ReadError, Rows, Schema, Stop, WriteError};
+use vedetta_db::{
+    Clock, CommitError, Db, Mirror, Purpose, ReadError, Rows, Schema, Stop, WriteError,
+};
 
 use crate::entities::{Entities, distinct};
 use crate::entity::{Entity, Version};
@@ -66,31 +68,6 @@ pub struct Records {
     db: Db,
     clock: Clock,
     bells: Arc<Bells>,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct Clock {
-    wall: i64,
-    started: Instant,
-}
-
-impl Clock {
-    fn now(&self) -> i64 {
-        self.wall.saturating_add(millis(self.started.elapsed()))
-    }
-
-    fn after(&self, delay: Duration) -> i64 {
-        self.now().saturating_add(millis(delay))
-    }
-}
-
-/// Rounded up: nothing is early.
-fn millis(delay: Duration) -> i64 {
-    i64::try_from(delay.as_nanos().div_ceil(1_000_000)).unwrap_or(i64::MAX)
-}
-
-fn delay(millis: i64) -> Duration {
-    Duration::from_millis(u64::try_from(millis).unwrap_or(0))
 }
 
 /// Wakes who works a lane, once what was written for it is committed.
@@ -210,9 +187,7 @@ impl Records {
     /// The queues of a database that was opened with [`SCHEMA`]. What was held when the process that had
     /// it ended is free again.
     pub async fn open(db: Db) -> Result<Self, StageError> {
-        let wall = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let clock = Clock { wall: millis(wall), started: Instant::now() };
-        let records = Self { db, clock, bells: Arc::default() };
+        let records = Self { db, clock: Clock::start(), bells: Arc::default() };
         let hook = Hook(Arc::clone(&records.bells));
         let db = records.db.clone();
         let attached = tokio::task::spawn_blocking(move || db.attach(Box::new(hook))).await;
@@ -340,7 +315,7 @@ impl Desk {
                 let due: Option<i64> = next.query_row(params![lane.0, shard], |row| row.get(0))?;
                 rest = rest.min(due.unwrap_or(i64::MAX));
             }
-            claimed.rest = Some(delay(rest.saturating_sub(self.clock.now())));
+            claimed.rest = Some(Clock::delay(rest.saturating_sub(self.clock.now())));
         }
         Ok(claimed)
     }
@@ -364,7 +339,7 @@ impl Desk {
         let settled = |due: Option<Option<i64>>| match due {
             None => Settled::Stale,
             Some(None) => Settled::Parked,
-            Some(Some(due)) => Settled::Again(delay(due.saturating_sub(now))),
+            Some(Some(due)) => Settled::Again(Clock::delay(due.saturating_sub(now))),
         };
         let due = |row: &Row<'_>| row.get(0);
         match fate {
@@ -525,7 +500,7 @@ impl crate::record::Records for Records {
                     held: row.get::<_, i64>(4)?.unsigned_abs(),
                     failing: row.get::<_, i64>(5)?.unsigned_abs(),
                     parked: row.get::<_, i64>(6)?.unsigned_abs(),
-                    oldest_due: oldest.map(|due| delay(now.saturating_sub(due))),
+                    oldest_due: oldest.map(|due| Clock::delay(now.saturating_sub(due))),
                     tally: Tally {
                         done: row.get::<_, i64>(8)?.unsigned_abs(),
                         failed: row.get::<_, i64>(9)?.unsigned_abs(),
@@ -558,12 +533,14 @@ impl crate::record::Records for Records {
                     entity: entity.clone(),
                     stage: row.get(0)?,
                     id: row.get(1)?,
-                    due_in: due.filter(|due| *due > now && !is_held).map(|due| delay(due - now)),
+                    due_in: due
+                        .filter(|due| *due > now && !is_held)
+                        .map(|due| Clock::delay(due - now)),
                     is_held,
                     failures: row.get(4)?,
                     error: row.get(5)?,
                     is_parked: due.is_none(),
-                    age: delay(now.saturating_sub(row.get(6)?)),
+                    age: Clock::delay(now.saturating_sub(row.get(6)?)),
                 })
             })?;
             let mut records = rows.collect::<rusqlite::Result<Vec<_>>>()?;
