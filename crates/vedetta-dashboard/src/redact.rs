@@ -147,16 +147,15 @@ pub(crate) fn text(text: &str) -> Option<String> {
     let (mut out, mut copied, mut at) = (String::new(), 0, 0);
     while at < bytes.len() {
         let rest = &bytes[at..];
-        let (next, hidden) =
-            if let Some(name) = NAMES.iter().find(|name| rest.starts_with(name.as_bytes())) {
-                (at + name.len(), named(bytes, at, name))
-            } else if rest.starts_with(b"bearer ") {
-                (at + 7, Some((at + 7, word_end(bytes, at + 7))))
-            } else if rest.starts_with(b"://") {
-                (at + 3, address(bytes, at + 3))
-            } else {
-                (at + 1, None)
-            };
+        let (next, hidden) = if NAMES.iter().any(|name| rest.starts_with(name.as_bytes())) {
+            named(bytes, at)
+        } else if rest.starts_with(b"bearer ") {
+            (at + 7, Some((at + 7, word_end(bytes, at + 7))))
+        } else if rest.starts_with(b"://") {
+            (at + 3, address(bytes, at + 3))
+        } else {
+            (at + 1, None)
+        };
         match hidden.filter(|(from, to)| from < to) {
             Some((from, to)) => {
                 out.push_str(text.get(copied..from).unwrap_or_default());
@@ -169,11 +168,13 @@ pub(crate) fn text(text: &str) -> Option<String> {
     finish(text, out, copied)
 }
 
-/// What follows the name that begins at `at`: `name=value`, `"name": "value"`, `--name value`.
-fn named(bytes: &[u8], at: usize, name: &str) -> Option<(usize, usize)> {
+/// The end of the word with the name that begins at `at`, and what follows it: `name=value`, `"name": "value"`,
+/// `--name value`.
+fn named(bytes: &[u8], at: usize) -> (usize, Option<(usize, usize)>) {
     let is_word = |byte: &&u8| byte.is_ascii_alphanumeric() || b"_-".contains(*byte);
+    let is_quote = |byte: &&u8| b"\\\"'`".contains(*byte);
     let end = at + bytes[at..].iter().take_while(is_word).count();
-    let quotes = bytes[end..].iter().take_while(|byte| b"\\\"'`".contains(*byte));
+    let quotes = bytes[end..].iter().take_while(is_quote);
     let after = skip_space(bytes, end + quotes.count());
     let start = match bytes.get(after) {
         Some(b':' | b'=') => {
@@ -183,21 +184,28 @@ fn named(bytes: &[u8], at: usize, name: &str) -> Option<(usize, usize)> {
         _ => {
             let begin = bytes[..at].iter().rev().take_while(is_word).count();
             let is_flag = bytes[at - begin..].starts_with(b"--");
-            (is_flag && after > end).then_some(after)?
+            if !is_flag || after == end {
+                return (end, None);
+            }
+            after
         }
     };
-    let quotes = bytes[start..].iter().take_while(|byte| b"\\\"'`".contains(*byte)).count();
+    let quotes = bytes[start..].iter().take_while(is_quote).count();
     let from = start + quotes;
-    if let Some(quote) = quotes.checked_sub(1).map(|last| bytes[start + last]) {
-        let to = bytes[from..].iter().position(|byte| *byte == quote || *byte == b'\n');
-        return Some((from, to.map_or(bytes.len(), |to| from + to)));
-    }
+    let until = |is_end: &dyn Fn(u8) -> bool| {
+        let to = bytes[from..].iter().position(|byte| is_end(*byte));
+        to.map_or(bytes.len(), |to| from + to)
+    };
     // Those have spaces in them.
-    if matches!(name, "authorization" | "cookie") {
-        let to = bytes[from..].iter().position(|byte| *byte == b'\n' || *byte == b'"');
-        return Some((from, to.map_or(bytes.len(), |to| from + to)));
-    }
-    Some((from, word_end(bytes, from)))
+    let is_header = |name: &[u8]| bytes[at..end].windows(name.len()).any(|part| part == name);
+    let to = match quotes.checked_sub(1).map(|last| bytes[start + last]) {
+        Some(quote) => until(&|byte| byte == quote || byte == b'\n'),
+        None if is_header(b"authorization") || is_header(b"cookie") => {
+            until(&|byte| byte == b'\n' || byte == b'"')
+        }
+        None => word_end(bytes, from),
+    };
+    (end, Some((from, to)))
 }
 
 fn skip_blanks(bytes: &[u8], at: usize) -> usize {
@@ -272,6 +280,7 @@ mod tests {
             ("http://host:80/a@b", None),
             ("ünï password='x ü' ü", Some("ünï password='M' ü")),
             ("api_key=>x", Some("api_key=>M")),
+            ("token-authorization: Basic x y", Some("token-authorization: M")),
             ("secret=", None),
         ] {
             let shown = shown.map(|text| text.replace('M', MASK));

@@ -262,7 +262,7 @@ fn a_secret_in_a_job_is_in_no_log_of_the_server_and_in_no_list() {
     assert!(job(&["show", &id, "--reveal"]).out.contains(CANARY));
     server.stop();
     let log = fs::read_to_string(log).unwrap();
-    assert!(log.contains("stopped") && log.contains("TRACE"), "{log}");
+    assert!(log.contains("stopped") && log.contains("DEBUG"), "{log}");
     assert!(
         !log.contains(CANARY),
         "{}",
