@@ -17,7 +17,7 @@ use crate::session::Lent;
 /// Its name in the data folder.
 pub const FILE: &str = "access.db";
 
-/// "VdAc" in `PRAGMA application_id`.
+/// `VdAc` in `PRAGMA application_id`.
 const APPLICATION: i64 = 0x5664_4163;
 /// Another process may be writing; it is never long.
 const BUSY: Duration = Duration::from_secs(5);
@@ -130,8 +130,8 @@ fn create_private(file: &Path) -> Result<(), AccessError> {
     match OpenOptions::new().write(true).create_new(true).mode(0o600).open(file) {
         Ok(_) => Ok(()),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-            let mode = fs::metadata(file).map_err(unusable)?.permissions().mode();
-            if mode & 0o077 == 0 { Ok(()) } else { Err(AccessError::Loose(file.into())) }
+            let others = fs::metadata(file).map_err(unusable)?.permissions().mode() & 0o077;
+            if others == 0 { Ok(()) } else { Err(AccessError::Loose(file.into())) }
         }
         Err(error) => Err(unusable(error)),
     }

@@ -247,11 +247,11 @@ impl Door {
             let text = value.to_str().unwrap_or_default();
             let token = text.split_once(' ').filter(|(how, _)| how.eq_ignore_ascii_case("bearer"));
             let Some((_, token)) = token else { return Ok(None) };
-            let identity = access.by_token(token.trim(), now).map_err(unavailable)?;
+            let identity = access.by_token(token.trim(), now)?;
             return Ok(identity.map(|identity| Caller::new(identity, None)));
         }
         let Some(id) = cookie else { return Ok(None) };
-        let identity = access.by_session(id, now).map_err(unavailable)?;
+        let identity = access.by_session(id, now)?;
         Ok(identity.map(|identity| Caller::new(identity, Some(csrf(id)))))
     }
 
@@ -261,9 +261,11 @@ impl Door {
     }
 }
 
-pub(crate) fn unavailable(error: AccessError) -> ApiError {
-    tracing::error!(error = %vedetta_core::explain(&error), "cannot tell who may do what");
-    ApiError::unavailable("it cannot be told at present who may do what")
+impl From<AccessError> for ApiError {
+    fn from(error: AccessError) -> Self {
+        tracing::error!(error = %vedetta_core::explain(&error), "cannot tell who may do what");
+        Self::unavailable("it cannot be told at present who may do what")
+    }
 }
 
 /// The token that belongs to a session: who knows the id can tell it, and not the other way round.

@@ -329,10 +329,9 @@ fn guarded(
 ) -> Router {
     let table = Arc::new(Table::of(&routes));
     let guard = Guard { context: context.clone(), table };
-    let router = routes
-        .into_iter()
-        .fold(Router::new(), |router, route| router.route(route.path, route.handler));
-    with(router)
+    let all =
+        routes.into_iter().fold(Router::new(), |all, route| all.route(route.path, route.handler));
+    with(all)
         .fallback(async || ApiError::no_such_route())
         .layer(DefaultBodyLimit::max(BODY))
         .layer(middleware::from_fn_with_state(guard, guard::check))

@@ -9,7 +9,6 @@ use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use vedetta_access::{Access, Entry, Gathered, Recorded};
 
-use crate::access::unavailable;
 use crate::api::Context;
 use crate::error::ApiError;
 use crate::input::Query;
@@ -113,7 +112,7 @@ pub(crate) async fn list(
     };
     let read = tokio::task::spawn_blocking(move || access.audit(before, limit + 1)).await;
     let read = read.map_err(|_| ApiError::unavailable("reading the audit log broke off"))?;
-    let mut entries: Vec<Shown> = read.map_err(unavailable)?.into_iter().map(Into::into).collect();
+    let mut entries: Vec<Shown> = read?.into_iter().map(Into::into).collect();
     let more = entries.len() > limit;
     entries.truncate(limit);
     let cursor = entries.last().filter(|_| more).map(|last| last.id.to_string());

@@ -1,6 +1,6 @@
 //! What a client is told when it does not get what it asked for.
 
-use axum::http::{HeaderName, HeaderValue, StatusCode, header};
+use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 use vedetta_kv::{CommitError, KvError};
@@ -14,7 +14,8 @@ pub(crate) struct ApiError {
     code: &'static str,
     message: String,
     hint: Option<String>,
-    header: Option<(HeaderName, String)>,
+    /// For the header of that name.
+    allow: Option<Box<str>>,
 }
 
 #[derive(Serialize)]
@@ -32,7 +33,7 @@ struct Inner<'a> {
 
 impl ApiError {
     pub(crate) fn new(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
-        Self { status, code, message: message.into(), hint: None, header: None }
+        Self { status, code, message: message.into(), hint: None, allow: None }
     }
 
     pub(crate) fn status(&self) -> StatusCode {
@@ -86,7 +87,7 @@ impl ApiError {
     pub(crate) fn wrong_method(allowed: String) -> Self {
         let message = "this path does not take that method; the Allow header has those it takes";
         let error = Self::new(StatusCode::METHOD_NOT_ALLOWED, "wrong_method", message);
-        Self { header: Some((header::ALLOW, allowed)), ..error }
+        Self { allow: Some(allowed.into()), ..error }
     }
 }
 
@@ -142,10 +143,8 @@ impl IntoResponse for ApiError {
         }
         let inner = Inner { code: self.code, message: &self.message, hint: self.hint.as_deref() };
         let mut response = (self.status, Json(Body { error: inner })).into_response();
-        if let Some((name, value)) = self.header
-            && let Ok(value) = HeaderValue::try_from(value)
-        {
-            response.headers_mut().insert(name, value);
+        if let Some(Ok(allow)) = self.allow.as_deref().map(HeaderValue::from_str) {
+            response.headers_mut().insert(header::ALLOW, allow);
         }
         response
     }

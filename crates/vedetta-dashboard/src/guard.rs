@@ -19,7 +19,7 @@ use axum::http::uri::Authority;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse as _, Response};
-use vedetta_access::{Entry, Outcome, same};
+use vedetta_access::{Entry, Outcome, Role, same};
 
 use crate::access::{Caller, Door, Ends, Kind, Needs, Rule, Table, csrf};
 use crate::api::Context;
@@ -239,8 +239,8 @@ impl Guard {
         let more = rule.more.filter(|(name, _)| asks_for(request.uri().query(), name));
         let needs = more.map_or(rule.needs, |(_, needs)| needs);
         if let Some(caller) = caller.as_ref().filter(|caller| !caller.may(needs)) {
-            let role = needs.role().map_or("", |role| role.word());
-            let error = ApiError::forbidden(format!("this needs the role {role}"))
+            let least = needs.role().map_or("", Role::word);
+            let error = ApiError::forbidden(format!("this needs the role {least}"))
                 .hint(format!("{} has the role {}", caller.name, caller.role));
             let who = Some((Some(caller.name.clone()), rule.path));
             return Err(Box::new(Refused { error, who }));

@@ -1,6 +1,7 @@
 //! Signing in and out, with a form that needs no script.
 
-use std::time::{Instant, SystemTime};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
 
 use axum::Extension;
 use axum::body::Bytes;
@@ -8,11 +9,9 @@ use axum::extract::State;
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use serde::Serialize;
-use std::sync::Arc;
-use std::time::Duration;
 use vedetta_access::{Entry, Outcome, Role, Secret};
 
-use crate::access::{Caller, Ends, Kind, csrf, unavailable};
+use crate::access::{Caller, Ends, Kind, csrf};
 use crate::api::Context;
 use crate::error::ApiError;
 use crate::guard::{is_form, set_cookie};
@@ -99,7 +98,7 @@ pub(crate) async fn form(
         let form = SignIn { csrf: &csrf(id), next: ours(&next), message: None };
         return Ok(html(StatusCode::OK, &form));
     }
-    let id = Secret::random("").map_err(unavailable)?;
+    let id = Secret::random("")?;
     let form = SignIn { csrf: &csrf(id.reveal()), next: ours(&next), message: None };
     let mut response = html(StatusCode::OK, &form);
     set_cookie(&mut response, &door.cookie(id.reveal()));
@@ -156,7 +155,7 @@ pub(crate) async fn sign_in(
         access.sign_in(&known_as, &password, session.as_deref(), &source, SystemTime::now())
     });
     let session = signing_in.await.map_err(|_| ApiError::unavailable("signing in broke off"))?;
-    let Some(session) = session.map_err(unavailable)? else {
+    let Some(session) = session? else {
         return Ok(again(StatusCode::UNAUTHORIZED, "The name or the password is wrong."));
     };
     door.throttle.lock().await.forgive(&keys);
@@ -177,7 +176,7 @@ pub(crate) async fn sign_out(
         let ending =
             tokio::task::spawn_blocking(move || access.sign_out(&id, &source, SystemTime::now()));
         let ended = ending.await.map_err(|_| ApiError::unavailable("signing out broke off"))?;
-        ended.map_err(unavailable)?;
+        ended?;
     }
     let mut response = go("/login");
     set_cookie(&mut response, &format!("{}; Max-Age=0", door.cookie("")));

@@ -9,6 +9,7 @@ use axum::http::header;
 use axum::response::{IntoResponse as _, Response};
 use bytes::Bytes;
 use serde_json::{Map, Value, json};
+use vedetta_access::Role;
 
 use crate::api::{Route, routes};
 
@@ -340,7 +341,7 @@ impl Operation {
             }
         };
         if let Some((parameter, needs)) = route.more {
-            let role = needs.role().map(|role| role.word());
+            let role = needs.role().map(Role::word);
             described["x-role-with"] = json!({ parameter: role });
         }
     }

@@ -63,7 +63,7 @@ async fn programs_at_work_and_strangers_do_not_fill_it() {
     let guarded = Guarded::start().await;
     let worker = guarded.token("worker", Role::Operator);
     for _ in 0..30 {
-        guarded.tells("POST /api/v1/jobs", &worker, job(json!(1))).await;
+        guarded.tells("POST /api/v1/jobs", &worker, job(&json!(1))).await;
         guarded.tells("POST /api/v1/queues/default/take", &worker, json!({"worker": "w"})).await;
         guarded.asks("GET /api/v1/jobs", "Bearer vdt_guess").await;
         guarded.server.send("GET /api/v1/jobs", &[("Host", "evil.example")], "").await;
@@ -84,7 +84,7 @@ async fn programs_at_work_and_strangers_do_not_fill_it() {
 #[tokio::test]
 async fn it_is_kept_where_nobody_signs_in_too() {
     let open = Guarded::open().await;
-    open.server.post("/jobs", job(json!(1))).await;
+    open.server.post("/jobs", job(&json!(1))).await;
     let log = open.log(1).await;
     assert_eq!((log[0].who.as_str(), log[0].source.as_str()), ("local", "127.0.0.1"));
     assert_eq!(open.server.get("/api/v1/audit").await.status, 200);

@@ -215,7 +215,7 @@ async fn a_proxy_in_front_makes_nobody_local() {
     let token = guarded.token("t", Role::Operator);
     let headers = [("X-Forwarded-For", "127.0.0.1"), JSON, ("Authorization", token.as_str())];
     let added =
-        guarded.server.send("POST /api/v1/jobs", &headers, &job(json!(1)).to_string()).await;
+        guarded.server.send("POST /api/v1/jobs", &headers, &job(&json!(1)).to_string()).await;
     assert_eq!(added.status, 201, "{added:?}");
     let nobody =
         guarded.server.send("GET /api/v1/jobs", &[("X-Forwarded-For", "127.0.0.1")], "").await;

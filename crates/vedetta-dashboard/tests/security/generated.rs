@@ -6,7 +6,7 @@ use fastrand::Rng;
 use serde_json::{Map, Value, json};
 use vedetta_access::Role;
 
-use crate::{Guarded, status};
+use crate::{Guarded, escaped, status};
 
 /// So many of each operation.
 const OF_EACH: usize = 100;
@@ -140,7 +140,7 @@ impl Maker<'_> {
             Value::String(text) => text,
             other => other.to_string(),
         };
-        text.bytes().map(|byte| format!("%{byte:02x}")).collect()
+        escaped(&text)
     }
 }
 

@@ -5,7 +5,7 @@ use tokio::net::TcpStream;
 use vedetta_access::Role;
 
 use crate::support::PATIENCE;
-use crate::{Guarded, job};
+use crate::{Guarded, escaped, job};
 
 /// Sends bytes as they are; the answer as it is.
 async fn raw(guarded: &Guarded, bytes: &[u8]) -> String {
@@ -26,7 +26,7 @@ async fn malformed_and_oversized_requests_are_refused_and_nothing_breaks() {
     let guarded = Guarded::start().await;
     let admin = guarded.token("a", Role::Admin);
     let head = format!("Host: {}\r\nAuthorization: {admin}\r\n", guarded.server.address);
-    let many: String = (0..300).map(|n| format!("X-{n}: y\r\n")).collect();
+    let many = "X: y\r\n".repeat(300);
     let (long, path) = ("x".repeat(1 << 20), "/a".repeat(40_000));
     let json = "Content-Type: application/json\r\n";
     let large = 3 << 20;
@@ -72,7 +72,7 @@ async fn malformed_and_oversized_requests_are_refused_and_nothing_breaks() {
         assert!(status.is_empty() || status.starts_with('4'), "{what}: {answer}");
         assert!(!answer.contains("root:"), "{what}: {answer}");
     }
-    let added = guarded.tells("POST /api/v1/jobs", &admin, job(1.into())).await;
+    let added = guarded.tells("POST /api/v1/jobs", &admin, job(&1.into())).await;
     assert_eq!(added.status, 201, "it still serves: {added:?}");
     guarded.end().await;
 }
@@ -126,7 +126,7 @@ async fn after_signing_in_nobody_is_sent_elsewhere() {
         ("/\\evil.example/", "/"),
         ("javascript:alert(1)", "/"),
     ] {
-        let next: String = next.bytes().map(|byte| format!("%{byte:02x}")).collect();
+        let next = escaped(next);
         let form = guarded.form().await;
         let body = format!("name=anna&password=correct+horse&next={next}");
         let answer = guarded.post(&form, "/login", &body).await;

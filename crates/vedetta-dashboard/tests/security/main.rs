@@ -12,6 +12,7 @@ mod support;
 mod throttle;
 mod tls;
 
+use std::fmt::Write as _;
 use std::time::{Duration, SystemTime};
 
 use serde_json::{Value, json};
@@ -151,6 +152,14 @@ pub(crate) fn set_cookie(answer: &Answer) -> Option<String> {
     Some(line.split(';').next()?.to_owned())
 }
 
+/// Every byte of it as an escape.
+pub(crate) fn escaped(text: &str) -> String {
+    text.bytes().fold(String::new(), |mut out, byte| {
+        let _ = write!(out, "%{byte:02x}");
+        out
+    })
+}
+
 pub(crate) fn csrf_of(page: &str) -> String {
     let (_, rest) = page.split_once("name=\"csrf\" value=\"").expect("a token in the form");
     rest.split('"').next().unwrap().to_owned()
@@ -165,7 +174,7 @@ pub(crate) async fn status(
 ) -> u16 {
     let mut head = format!("{request} HTTP/1.1\r\nHost: {}\r\n", server.address);
     for (name, value) in headers {
-        head.push_str(&format!("{name}: {value}\r\n"));
+        let _ = write!(head, "{name}: {value}\r\n");
     }
     let text = format!("{head}Content-Length: {}\r\nConnection: close\r\n\r\n{body}", body.len());
     let mut line = TcpStream::connect(server.address).await.unwrap();
@@ -178,6 +187,6 @@ pub(crate) async fn status(
     tokio::time::timeout(PATIENCE, talk).await.unwrap_or_else(|_| panic!("{request} hangs"))
 }
 
-pub(crate) fn job(payload: Value) -> Value {
+pub(crate) fn job(payload: &Value) -> Value {
     json!({"kind": "pack", "payload": payload})
 }

@@ -15,18 +15,18 @@ async fn sing(guarded: &Guarded, worker: &str) -> u64 {
     let id = added["id"].as_u64().unwrap();
     let take = json!({"worker": "w", "max": 1});
     let taken = guarded.tells("POST /api/v1/queues/default/take", worker, take).await.json();
-    let token = &taken["jobs"][0]["token"];
+    let proof = &taken["jobs"][0]["token"];
     // Who works on it gets it whole.
     assert_eq!(taken["jobs"][0]["payload"]["auth"]["Password"], CANARY, "{taken}");
     let log = format!(
         "connecting with --password {CANARY}\nAuthorization: Bearer {CANARY}\n{{\"token\": \"{CANARY}\"}}\n"
     );
     let note =
-        json!({"token": token, "progress": 0.5, "message": format!("secret={CANARY}"), "log": log});
+        json!({"token": proof, "progress": 0.5, "message": format!("secret={CANARY}"), "log": log});
     let kept = guarded.tells(&format!("POST /api/v1/jobs/{id}/keep"), worker, note).await;
     assert_eq!(kept.status, 200, "{kept:?}");
     let error = format!("postgres://me:{CANARY}@db/jobs: refused; passwd: '{CANARY}'");
-    let end = json!({"token": token, "outcome": "failed", "error": error});
+    let end = json!({"token": proof, "outcome": "failed", "error": error});
     let settled = guarded.tells(&format!("POST /api/v1/jobs/{id}/settle"), worker, end).await;
     assert_eq!(settled.status, 200, "{settled:?}");
     id
