@@ -9,6 +9,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use ureq::http::{Method, Request, Response, Uri, header};
+use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
 use ureq::{Agent, Body};
 
 use crate::output::Format;
@@ -37,6 +38,8 @@ pub(crate) enum ClientError {
     Unreachable { server: String, why: String },
     #[error("{server:?} is not an address such as http://127.0.0.1:7070")]
     BadServer { server: String },
+    #[error("{CA} cannot be used: {why}")]
+    BadAuthority { why: String },
     #[error("{message}")]
     Refused { status: u16, message: String },
 }
@@ -49,6 +52,30 @@ const WHOLE: Duration = Duration::from_secs(60);
 const SILENCE: Duration = Duration::from_secs(45);
 /// Bytes of an answer.
 const ANSWER: u64 = 256 << 20;
+
+/// A file in PEM with who may sign a server's certificate, instead of those that are known to all.
+const CA: &str = "VEDETTA_CA";
+
+/// Whom to believe that a server is who it says.
+fn tls() -> Result<TlsConfig, ClientError> {
+    let Some(file) = std::env::var_os(CA).filter(|file| !file.is_empty()) else {
+        return Ok(TlsConfig::default());
+    };
+    let bad = |why: String| ClientError::BadAuthority { why };
+    let pem = std::fs::read(file).map_err(|error| bad(error.to_string()))?;
+    let mut certificates = Vec::new();
+    for item in parse_pem(&pem) {
+        match item {
+            Ok(PemItem::Certificate(certificate)) => certificates.push(certificate),
+            Ok(_) => {}
+            Err(error) => return Err(bad(error.to_string())),
+        }
+    }
+    if certificates.is_empty() {
+        return Err(bad("it has no certificate in it".into()));
+    }
+    Ok(TlsConfig::builder().root_certs(RootCerts::from(certificates)).build())
+}
 
 /// What may stand in a path or a query as it is.
 const PLAIN: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
@@ -89,11 +116,13 @@ struct Why {
 impl Client {
     /// Reads `VEDETTA_TOKEN` too.
     pub(crate) fn new(remote: &Remote) -> Result<Self, ClientError> {
-        if !remote.server.starts_with("http://") {
+        let is_tls = remote.server.starts_with("https://");
+        if !is_tls && !remote.server.starts_with("http://") {
             return Err(ClientError::BadServer { server: remote.server.clone() });
         }
         // Neither a proxy nor another server is meant to see the token.
         let config = Agent::config_builder()
+            .tls_config(tls()?)
             .proxy(None)
             .max_redirects(0)
             .max_redirects_will_error(false)
@@ -103,7 +132,7 @@ impl Client {
             .build();
         let server = remote.server.trim_end_matches('/').to_owned();
         let token = std::env::var("VEDETTA_TOKEN").ok().filter(|token| !token.is_empty());
-        if token.is_some() && leaves_the_machine(&server) {
+        if token.is_some() && !is_tls && leaves_the_machine(&server) {
             let shown = crate::output::one_line(&server);
             eprintln!("vedetta: warning: VEDETTA_TOKEN goes to {shown} unencrypted");
         }

@@ -12,8 +12,10 @@ use std::time::Duration;
 
 use clap::Args;
 use serde::Deserialize;
+use vedetta::access::{Access, AccessError, Role, Secret};
 use vedetta::etcd::{BadEndpoint, ClientTls, Cluster, TlsFiles};
 use vedetta::kv;
+use vedetta::runtime::Command;
 
 use jobs::{Handler, JobName, Keep, Queue, Tick};
 pub(crate) use watch::{Name, Watch};
@@ -55,11 +57,11 @@ impl Place {
     pub(crate) fn addresses(&self, config: &Config) -> Result<Addresses, ConfigError> {
         let http = self.http.unwrap_or(config.http.listen);
         let etcd = self.etcd.unwrap_or(config.etcd.listen);
-        if !http.ip().is_loopback() {
-            return Err(ConfigError::Beyond(http));
+        if !http.ip().to_canonical().is_loopback() {
+            config.check_beyond(http, &self.data)?;
         }
         // Who shows a certificate that we asked for has signed in.
-        if !etcd.ip().is_loopback() && config.etcd.client_ca.is_none() {
+        if !etcd.ip().to_canonical().is_loopback() && config.etcd.client_ca.is_none() {
             return Err(ConfigError::EtcdBeyond(etcd));
         }
         Ok(Addresses { http, etcd })
@@ -93,10 +95,14 @@ pub(crate) enum ConfigError {
     HalfStore(&'static str, &'static str),
     #[error("store.user is set: give its password in the environment, as {PASSWORD}")]
     Password,
-    #[error(
-        "cannot listen on {0}: there is no sign-in yet, so only loopback addresses such as 127.0.0.1:7070 are allowed"
-    )]
-    Beyond(SocketAddr),
+    #[error("cannot listen on {0}: beyond loopback people must sign in, so {1}")]
+    Beyond(SocketAddr, &'static str),
+    #[error("http.{0} is set and http.{1} is not: TLS needs both")]
+    HalfHttp(&'static str, &'static str),
+    #[error("http.hosts has {0:?}: give names such as \"jobs.example.org\", without a port")]
+    Host(String),
+    #[error("cannot tell who may sign in")]
+    Access(#[from] AccessError),
     #[error(
         "cannot serve etcd's protocols on {0}: beyond loopback clients must show a certificate, so set etcd.cert, etcd.key and etcd.client-ca"
     )]
@@ -139,6 +145,7 @@ pub(crate) struct Config {
     pub(crate) store: Store,
     pub(crate) jobs: Jobs,
     pub(crate) http: Http,
+    pub(crate) auth: Auth,
     pub(crate) etcd: Etcd,
     pub(crate) shutdown: Shutdown,
     pub(crate) watch: BTreeMap<Name, Watch>,
@@ -207,6 +214,36 @@ pub(crate) enum JobsAt {
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 pub(crate) struct Http {
     pub(crate) listen: SocketAddr,
+    pub(crate) hosts: Vec<String>,
+    tls_cert: Option<PathBuf>,
+    tls_key: Option<PathBuf>,
+    insecure: bool,
+}
+
+/// The `[auth]` table: whether people sign in.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub(crate) struct Auth {
+    pub(crate) enabled: bool,
+    /// What commands that the server starts may do.
+    pub(crate) commands: Role,
+}
+
+/// How commands that the server starts reach it: as our client does.
+#[derive(Debug, Default)]
+pub(crate) struct Own {
+    pub(crate) url: String,
+    pub(crate) token: Option<Secret>,
+}
+
+impl Own {
+    pub(crate) fn tell(&self, command: Command) -> Command {
+        let command = command.variable("VEDETTA_SERVER", &self.url);
+        match &self.token {
+            Some(token) => command.variable("VEDETTA_TOKEN", token.reveal()),
+            None => command,
+        }
+    }
 }
 
 /// The `[etcd]` table.
@@ -244,7 +281,38 @@ impl Default for Store {
 
 impl Default for Http {
     fn default() -> Self {
-        Self { listen: ([127, 0, 0, 1], 7070).into() }
+        let listen = ([127, 0, 0, 1], 7070).into();
+        Self { listen, hosts: Vec::new(), tls_cert: None, tls_key: None, insecure: false }
+    }
+}
+
+impl Default for Auth {
+    fn default() -> Self {
+        Self { enabled: false, commands: Role::Operator }
+    }
+}
+
+impl Http {
+    /// How to speak TLS, if at all.
+    pub(crate) fn tls(&self) -> Result<Option<TlsFiles>, ConfigError> {
+        match (&self.tls_cert, &self.tls_key) {
+            (Some(cert), Some(key)) => {
+                Ok(Some(TlsFiles { cert: cert.clone(), key: key.clone(), client_ca: None }))
+            }
+            (Some(_), None) => Err(ConfigError::HalfHttp("tls-cert", "tls-key")),
+            (None, Some(_)) => Err(ConfigError::HalfHttp("tls-key", "tls-cert")),
+            (None, None) => Ok(None),
+        }
+    }
+
+    /// What the types of the values cannot say.
+    fn check(&self) -> Result<(), ConfigError> {
+        let fits = |c: char| c.is_ascii_alphanumeric() || ".-_".contains(c);
+        let wrong = self.hosts.iter().find(|name| name.is_empty() || !name.chars().all(fits));
+        match wrong {
+            Some(name) => Err(ConfigError::Host(name.clone())),
+            None => self.tls().map(drop),
+        }
     }
 }
 
@@ -294,9 +362,31 @@ impl Config {
             message,
         })?;
         config.store.check()?;
+        config.http.check()?;
         config.watch.iter().try_for_each(|(name, watch)| watch.check(name))?;
         config.check_jobs()?;
         Ok(config)
+    }
+
+    /// Whether it is safe to listen where others reach us.
+    fn check_beyond(&self, at: SocketAddr, data: &Path) -> Result<(), ConfigError> {
+        let not_yet = |what| Err(ConfigError::Beyond(at, what));
+        if !self.auth.enabled {
+            return not_yet(
+                "set auth.enabled = true, or use a loopback address such as 127.0.0.1:7070",
+            );
+        }
+        if self.http.tls()?.is_none() && !self.http.insecure {
+            return not_yet(
+                "set http.tls-cert and http.tls-key, or http.insecure = true where nobody listens in",
+            );
+        }
+        if !Access::has_anybody(data)? {
+            return not_yet(
+                "add somebody first: `vedetta user add NAME` or `vedetta token add NAME`",
+            );
+        }
+        Ok(())
     }
 
     /// On error: the line and what is wrong with it.
@@ -414,7 +504,7 @@ mod tests {
         assert_eq!(Config::parse(EXAMPLE), Ok(Config::default()));
         let keys = example.values().map(|table| table.as_table().unwrap().len()).sum::<usize>();
         assert_eq!(
-            keys, 9,
+            keys, 13,
             "all but keep-age, TLS, watchers and what jobs are declared, which are off"
         );
     }
@@ -423,7 +513,9 @@ mod tests {
     fn what_is_commented_out_is_understood_too() {
         let mut on = EXAMPLE.to_owned();
         let watch = ["prefix", "run", "key-types", "quiet", "parallel", "timeout", "resync"];
-        for key in ["keep-age", "cert", "key", "client-ca"].iter().chain(&watch) {
+        for key in
+            ["keep-age", "cert", "key", "client-ca", "tls-cert", "tls-key"].iter().chain(&watch)
+        {
             on = on.replace(&format!("# {key} ="), &format!("{key} ="));
         }
         let jobs = [
@@ -448,9 +540,11 @@ mod tests {
         config.check_jobs().unwrap();
         let kinds = config.kinds().unwrap();
         assert_eq!(kinds.0["transcode"].queue, "media");
-        assert_eq!(config.workers("http://127.0.0.1:7070").len(), 1);
+        assert_eq!(config.workers(&Own::default()).len(), 1);
         assert_eq!(format!("{:?}", config.periodic().unwrap()[0].every), "30 3 * * * Europe/Rome");
         assert_eq!(config.store.keep_age, Some(Duration::from_secs(24 * 3600)));
+        let tls = config.http.tls().unwrap().unwrap();
+        assert_eq!((tls.cert, tls.key), ("http.crt".into(), "http.key".into()));
         let tls = config.etcd.tls().unwrap().unwrap();
         assert_eq!(tls.cert, Path::new("server.crt"));
         assert_eq!(tls.key, Path::new("server.key"));

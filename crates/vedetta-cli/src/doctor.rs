@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use clap::Args;
 use serde::{Serialize, Serializer};
+use vedetta::access::Access;
 use vedetta::db::postgres::Postgres;
 use vedetta::db::{self, DataFolder};
 use vedetta::kv;
@@ -89,7 +90,8 @@ impl Doctor {
             database(data),
             space(data),
             fsync(data),
-            http_port(addresses.http, holder.as_deref()),
+            access(data, &config),
+            http_port(addresses.http, holder.as_deref(), config.http.tls()?.is_some()),
             etcd_port(addresses.etcd, holder.as_deref()),
         ];
         if let JobsAt::Postgres(url) = config.jobs.at()? {
@@ -253,13 +255,27 @@ fn jobs(url: &str) -> Check {
     }
 }
 
-fn http_port(address: SocketAddr, holder: Option<&str>) -> Check {
+/// Whether those who are to sign in can.
+fn access(data: &Path, config: &Config) -> Check {
+    let name = "access";
+    if !config.auth.enabled {
+        return Check::ok(name, "nobody signs in: whoever reaches a loopback port may do all");
+    }
+    match Access::has_anybody(data) {
+        Ok(true) => Check::ok(name, "people sign in, and programs have tokens"),
+        Ok(false) => Check::broken(name, "nobody could sign in: add a user with vedetta user add"),
+        Err(error) => Check::broken(name, vedetta::core::explain(&error)),
+    }
+}
+
+fn http_port(address: SocketAddr, holder: Option<&str>, tls: bool) -> Check {
     let name = "http port";
     let Err(error) = TcpListener::bind(address) else {
         return Check::ok(name, format!("{address} is free"));
     };
     let advice = "choose another with --http";
-    match (is_vedetta(address), holder) {
+    // Behind TLS it would have to be asked by name.
+    match (is_vedetta(address) || tls && holder.is_some(), holder) {
         (true, Some(pid)) => {
             Check::ok(name, format!("a Vedetta serves {address}, most likely the process {pid}"))
         }

@@ -3,6 +3,8 @@
 use std::io::ErrorKind;
 use std::process::ExitCode;
 
+use vedetta::access::AccessError;
+
 use crate::client::ClientError;
 use crate::config::ConfigError;
 
@@ -51,8 +53,16 @@ fn code(error: &anyhow::Error) -> u8 {
             return WRONG_USE;
         }
         match cause.downcast_ref() {
+            Some(AccessError::Invalid(_)) => return WRONG_USE,
+            Some(AccessError::NoSuch(..)) => return NOT_FOUND,
+            Some(AccessError::Exists(..)) => return CONFLICT,
+            _ => {}
+        }
+        match cause.downcast_ref() {
             Some(ClientError::Unreachable { .. }) => return UNREACHABLE,
-            Some(ClientError::BadServer { .. }) => return WRONG_USE,
+            Some(ClientError::BadServer { .. } | ClientError::BadAuthority { .. }) => {
+                return WRONG_USE;
+            }
             Some(ClientError::Refused { status, .. }) => {
                 return match status {
                     400 | 415 | 422 => WRONG_USE,
@@ -78,6 +88,11 @@ mod tests {
             (anyhow::anyhow!("anything else"), 1),
             (anyhow::Error::from(refused(500)), 1),
             (refused(410).into(), 1),
+            (refused(401).into(), 1),
+            (refused(403).into(), 1),
+            (AccessError::Invalid(String::new()).into(), 2),
+            (AccessError::NoSuch("user", String::new()).into(), 3),
+            (AccessError::Exists("user", String::new()).into(), 4),
             (refused(507).into(), 1),
             (No::Broken.into(), 1),
             (refused(422).into(), 2),

@@ -39,6 +39,9 @@ enum Command {
     Show {
         /// The job
         id: JobId,
+        /// Also what is redacted; the audit log tells that you asked
+        #[arg(long)]
+        reveal: bool,
     },
     /// Have jobs tried again that are dead or were cancelled
     Retry {
@@ -110,8 +113,9 @@ impl Job {
                     writeln!(out, "… and more: --limit shows them")?;
                 }
             }
-            Command::Show { id } => {
-                let job: Info = client.get(&path(id))?;
+            Command::Show { id, reveal } => {
+                let reveal = if reveal { "?reveal=true" } else { "" };
+                let job: Info = client.get(&format!("{}{reveal}", path(id)))?;
                 match format {
                     Format::Json => output::json(out, &job)?,
                     Format::Table => show(out, &job)?,

@@ -12,7 +12,9 @@ mod output;
 mod queue;
 mod stage;
 mod streams;
+mod token;
 mod up;
+mod user;
 mod watcher;
 
 use std::process::ExitCode;
@@ -40,6 +42,8 @@ enum Command {
     Queue(queue::Queue),
     Watcher(watcher::Watcher),
     Stage(stage::Stage),
+    User(user::User),
+    Token(token::Token),
     Doctor(doctor::Doctor),
     Backup(backup::Backup),
     Completions(completions::Completions),
@@ -54,6 +58,8 @@ fn main() -> ExitCode {
         Command::Queue(queue) => queue.run(out),
         Command::Watcher(watcher) => watcher.run(out),
         Command::Stage(stage) => stage.run(out),
+        Command::User(user) => user.run(out),
+        Command::Token(token) => token.run(out),
         Command::Doctor(doctor) => doctor.run(out),
         Command::Backup(backup) => backup.run(out),
         Command::Completions(completions) => completions.run(out),

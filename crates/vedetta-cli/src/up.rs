@@ -12,6 +12,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tracing_subscriber::EnvFilter;
+use vedetta::access::Access;
 use vedetta::dashboard::{self, Api};
 use vedetta::db::postgres::Postgres;
 use vedetta::db::{self, DataFolder, Db, FolderError};
@@ -24,7 +25,7 @@ use vedetta::kv::{self, Store};
 use vedetta::runtime::{Keys, Watching};
 use vedetta::stage;
 
-use crate::config::{Addresses, Config, ConfigError, JobsAt, Place};
+use crate::config::{Addresses, Config, ConfigError, JobsAt, Own, Place};
 use crate::streams::Recorded;
 
 /// Run the store with its HTTP API, page and etcd endpoint, and the declared watchers, until Ctrl-C or SIGTERM
@@ -75,6 +76,7 @@ impl Up {
 async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Result<()> {
     let mut signals = Signals::listen().context("cannot listen for signals")?;
     let tls = config.etcd.tls()?.map(|files| files.load()).transpose()?;
+    let http_tls = config.http.tls()?.map(|files| files.load()).transpose()?;
     config.store.cluster()?; // its files, before anything is made
     let scheme = if tls.is_some() { "https" } else { "http" };
     // First the ports, which leave nothing behind when one is taken.
@@ -94,11 +96,16 @@ async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Resu
     let api = Api::new(store.clone()).ending(ending.clone());
     let (api, ledger, streams) = open_jobs(config, db, api).await?;
     let mut api = api.jobs(Arc::clone(&ledger)).kinds(config.kinds()?);
-    let server = format!("http://{http}");
+    let access = Access::open(data)?;
+    let own = own(config, &access, http, http_tls.is_some())?;
+    api = api.access(access, config.auth.enabled).hosts(config.http.hosts.clone());
+    if let Some(tls) = http_tls {
+        api = api.tls(tls);
+    }
     let housekeeping =
         Housekeeping::start(&ledger, config.periodic()?, config.retention.retention())?;
     let mut workers = Vec::new();
-    for (queue, worker) in config.workers(&server) {
+    for (queue, worker) in config.workers(&own) {
         let jobs: Arc<dyn Jobs> = match streams.get(queue) {
             Some(stream) => Arc::clone(stream) as _,
             None => Arc::clone(&ledger) as _,
@@ -109,11 +116,11 @@ async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Resu
     for (name, watch) in &config.watch {
         // Each has a connection of its own: one that is busy does not hold up the others.
         let watching = if let Some(cluster) = config.store.cluster()? {
-            let watching = watch.start(name, cluster, &server);
+            let watching = watch.start(name, cluster, &own);
             api = api.watcher_elsewhere(&name.0, watching.handle());
             watching
         } else {
-            let watching = watch.start(name, store.clone(), &server);
+            let watching = watch.start(name, store.clone(), &own);
             api = api.watcher(&name.0, watching.handle());
             watching
         };
@@ -125,7 +132,8 @@ async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Resu
     let revision = store.status().revision;
     tracing::info!(%http, %etcd, data = %data.display(), %revision, "serving");
     say(&format!(
-        "page   http://{http}/\netcd   {scheme}://{etcd}\ndata   {}\nready\n",
+        "page   {}/\netcd   {scheme}://{etcd}\ndata   {}\nready\n",
+        own.url,
         data.display()
     ));
 
@@ -162,6 +170,26 @@ async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Resu
     }
     tracing::info!("stopped");
     Ok(())
+}
+
+/// How the commands that are started here reach us. Whoever set a token for this process set it for them.
+fn own(config: &Config, access: &Access, http: SocketAddr, tls: bool) -> anyhow::Result<Own> {
+    let scheme = if tls { "https" } else { "http" };
+    // A certificate is for a name, more often than for an address.
+    let url = match config.http.hosts.first().filter(|_| tls) {
+        Some(name) => format!("{scheme}://{name}:{}", http.port()),
+        None => format!("{scheme}://{http}"),
+    };
+    if !config.auth.enabled {
+        return Ok(Own { url, token: None });
+    }
+    if access.users()?.is_empty() && access.tokens()?.is_empty() {
+        tracing::warn!("nobody can sign in yet: add somebody with `vedetta user add NAME`");
+    }
+    let is_set = std::env::var_os("VEDETTA_TOKEN").is_some_and(|token| !token.is_empty());
+    let lend = || access.lend("commands", config.auth.commands);
+    let token = if is_set { None } else { Some(lend()?) };
+    Ok(Own { url, token })
 }
 
 type Streams = BTreeMap<String, Arc<JetStream>>;

@@ -33,6 +33,12 @@ async function ask(path) {
   return answer.json();
 }
 
+// What changes something goes with the token of this session.
+async function tell(path) {
+  const { csrf } = await ask("session");
+  return fetch(`api/v1/${path}`, { method: "POST", headers: { "X-Vedetta-CSRF": csrf } });
+}
+
 async function overview() {
   const [now] = await Promise.all([ask("overview"), watchers(), stages().catch(noStages)]);
   for (const tile of document.querySelectorAll("[data-tile]")) {
@@ -127,7 +133,7 @@ document.getElementById("watchers").addEventListener("click", async ({ target })
   if (name === undefined) return;
   target.disabled = true; // until the row is drawn again
   // If it cannot be asked, the line above the page says so.
-  await fetch(`api/v1/watchers/${encodeURIComponent(name)}/resync`, { method: "POST" }).catch(() => {});
+  await tell(`watchers/${encodeURIComponent(name)}/resync`).catch(() => {});
   stale = true;
 });
 
@@ -214,7 +220,7 @@ document.getElementById("stages").addEventListener("click", async ({ target }) =
   const record = target.dataset.retry;
   if (record === undefined) return;
   target.disabled = true; // until the row is drawn again
-  await fetch(`api/v1/stages/${record}/retry`, { method: "POST" }).catch(() => {});
+  await tell(`stages/${record}/retry`).catch(() => {});
   stale = true;
 });
 

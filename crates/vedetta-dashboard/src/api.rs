@@ -1,7 +1,6 @@
 //! The routes.
 
 use std::collections::BTreeMap;
-use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,16 +12,21 @@ use axum::middleware;
 use axum::routing::{self, MethodRouter};
 use serde::{Deserialize, Serialize};
 use tokio_util::sync::CancellationToken;
+use vedetta_access::Access;
 use vedetta_core::Revision;
 use vedetta_jobs::{Kinds, Ledger, wire};
 use vedetta_kv::Store;
+use vedetta_net::tls::Tls;
 use vedetta_runtime::Handle;
 
+use crate::access::Needs::{self, Admin, Anyone, Operator, Viewer};
+use crate::access::{Door, Table};
 use crate::error::ApiError;
+use crate::guard::{self, Guard};
 use crate::input::JsonBody;
 use crate::json::Json;
 use crate::stages::{self, Stages};
-use crate::{guard, jobs, kv, leases, openapi, page, queues, watch, watchers};
+use crate::{audit, jobs, kv, leases, login, openapi, page, queues, watch, watchers};
 
 /// Bytes of a request's body.
 const BODY: usize = 2 << 20;
@@ -37,6 +41,10 @@ pub struct Api {
     pub(crate) kinds: Kinds,
     pub(crate) ending: CancellationToken,
     pub(crate) limits: Limits,
+    pub(crate) access: Option<Access>,
+    pub(crate) signs_in: bool,
+    pub(crate) hosts: Vec<String>,
+    pub(crate) tls: Option<Tls>,
 }
 
 /// A watcher that is shown.
@@ -52,6 +60,8 @@ pub(crate) struct Watched {
 pub struct Limits {
     /// Connections at once; further ones wait to be accepted.
     pub connections: usize,
+    /// Time for the TLS handshake.
+    pub handshake: Duration,
     /// Time to send the head of a request, and how long a connection may be silent before it.
     pub head: Duration,
     /// Time to send the body of a request.
@@ -66,6 +76,7 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             connections: 1024,
+            handshake: Duration::from_secs(5),
             head: Duration::from_secs(10),
             body: Duration::from_secs(30),
             sign_of_life: Duration::from_secs(15),
@@ -85,6 +96,10 @@ impl Api {
             kinds: Kinds::default(),
             ending: CancellationToken::new(),
             limits: Limits::default(),
+            access: None,
+            signs_in: false,
+            hosts: Vec::new(),
+            tls: None,
         }
     }
 
@@ -130,6 +145,28 @@ impl Api {
         self
     }
 
+    /// The same with an audit log of what is changed. If people are to sign in, everything needs a session or
+    /// a token of `access`; if not, whoever reaches the port may do everything.
+    #[must_use]
+    pub fn access(mut self, access: Access, signs_in: bool) -> Self {
+        (self.access, self.signs_in) = (Some(access), signs_in);
+        self
+    }
+
+    /// The same under these names, too. Requests for names that are not known are refused.
+    #[must_use]
+    pub fn hosts(mut self, names: impl IntoIterator<Item = String>) -> Self {
+        self.hosts.extend(names);
+        self
+    }
+
+    /// The same over TLS only.
+    #[must_use]
+    pub fn tls(mut self, tls: Tls) -> Self {
+        self.tls = Some(tls);
+        self
+    }
+
     /// The same with other limits.
     #[must_use]
     pub fn limits(mut self, limits: Limits) -> Self {
@@ -149,92 +186,155 @@ pub(crate) struct Context {
     pub(crate) ending: CancellationToken,
     pub(crate) limits: Arc<Limits>,
     pub(crate) stop: CancellationToken,
-    /// The address we listen on: with the loopback names, what a `Host` may say.
-    pub(crate) listening: IpAddr,
+    pub(crate) door: Arc<Door>,
 }
 
-/// A method, a path, and who answers. [`crate::openapi`] describes each.
-pub(crate) type Route = (&'static str, &'static str, MethodRouter<Context>);
-
-fn get<H: Handler<T, Context>, T: 'static>(path: &'static str, handler: H) -> Route {
-    ("GET", path, routing::get(handler))
+/// A method, a path, what it takes to use them, and who answers. [`crate::openapi`] describes each; [`guard`]
+/// lets nobody through to one that is not declared so.
+pub(crate) struct Route {
+    pub(crate) method: &'static str,
+    pub(crate) path: &'static str,
+    pub(crate) needs: Needs,
+    /// A parameter of the query that needs more.
+    pub(crate) more: Option<(&'static str, Needs)>,
+    /// What programs do all day: the audit log does not tell of it.
+    pub(crate) is_work: bool,
+    handler: MethodRouter<Context>,
 }
 
-fn put<H: Handler<T, Context>, T: 'static>(path: &'static str, handler: H) -> Route {
-    ("PUT", path, routing::put(handler))
+fn route(
+    method: &'static str,
+    needs: Needs,
+    path: &'static str,
+    handler: MethodRouter<Context>,
+) -> Route {
+    Route { method, path, needs, more: None, is_work: false, handler }
 }
 
-fn post<H: Handler<T, Context>, T: 'static>(path: &'static str, handler: H) -> Route {
-    ("POST", path, routing::post(handler))
+pub(crate) fn get<H, T>(needs: Needs, path: &'static str, handler: H) -> Route
+where
+    H: Handler<T, Context>,
+    T: 'static,
+{
+    route("GET", needs, path, routing::get(handler))
 }
 
-fn delete<H: Handler<T, Context>, T: 'static>(path: &'static str, handler: H) -> Route {
-    ("DELETE", path, routing::delete(handler))
+fn put<H: Handler<T, Context>, T: 'static>(needs: Needs, path: &'static str, handler: H) -> Route {
+    route("PUT", needs, path, routing::put(handler))
+}
+
+pub(crate) fn post<H, T>(needs: Needs, path: &'static str, handler: H) -> Route
+where
+    H: Handler<T, Context>,
+    T: 'static,
+{
+    route("POST", needs, path, routing::post(handler))
+}
+
+fn delete<H, T>(needs: Needs, path: &'static str, handler: H) -> Route
+where
+    H: Handler<T, Context>,
+    T: 'static,
+{
+    route("DELETE", needs, path, routing::delete(handler))
 }
 
 /// The same for larger bodies.
-fn large((method, path, handler): Route) -> Route {
-    (method, path, handler.layer(DefaultBodyLimit::max(wire::LARGEST_BODY)))
+fn large(route: Route) -> Route {
+    let handler = route.handler.layer(DefaultBodyLimit::max(wire::LARGEST_BODY));
+    Route { handler, ..route }
+}
+
+/// The same for what programs do all day.
+fn work(route: Route) -> Route {
+    Route { is_work: true, ..route }
+}
+
+/// The same with a parameter that needs more.
+fn more(parameter: &'static str, needs: Needs, route: Route) -> Route {
+    Route { more: Some((parameter, needs)), ..route }
 }
 
 /// All of the API; the pages are not part of it.
 pub(crate) fn routes() -> Vec<Route> {
     vec![
-        get("/api/v1/kv", kv::list),
+        get(Viewer, "/api/v1/kv", kv::list),
         // No key at all.
-        get("/api/v1/kv/", kv::get),
-        put("/api/v1/kv/", kv::put),
-        delete("/api/v1/kv/", kv::delete),
-        get("/api/v1/kv/{*key}", kv::get),
-        put("/api/v1/kv/{*key}", kv::put),
-        delete("/api/v1/kv/{*key}", kv::delete),
-        get("/api/v1/leases", leases::list),
-        post("/api/v1/leases", leases::grant),
-        get("/api/v1/leases/{id}", leases::show),
-        delete("/api/v1/leases/{id}", leases::revoke),
-        post("/api/v1/leases/{id}/keep", leases::keep),
-        get("/api/v1/watch", watch::watch),
-        get("/api/v1/watchers", watchers::list),
-        get("/api/v1/watchers/{name}", watchers::show),
-        post("/api/v1/watchers/{name}/resync", watchers::resync),
-        get("/api/v1/stages", stages::list),
-        get("/api/v1/stages/{entity}", stages::entity),
-        get("/api/v1/stages/{entity}/{id}", stages::show),
-        post("/api/v1/stages/{entity}/{stage}/{id}/retry", stages::retry),
-        large(post("/api/v1/jobs", jobs::add)),
-        get("/api/v1/jobs", jobs::list),
-        post("/api/v1/jobs/retry", jobs::retry_all),
-        large(post("/api/v1/jobs/keep", jobs::keep_all)),
-        large(post("/api/v1/jobs/settle", jobs::settle_all)),
-        get("/api/v1/jobs/{id}", jobs::show),
-        delete("/api/v1/jobs/{id}", jobs::delete),
-        post("/api/v1/jobs/{id}/retry", jobs::retry),
-        post("/api/v1/jobs/{id}/cancel", jobs::cancel),
-        post("/api/v1/jobs/{id}/keep", jobs::keep),
-        post("/api/v1/jobs/{id}/settle", jobs::settle),
-        get("/api/v1/queues", queues::list),
-        post("/api/v1/queues/{queue}/pause", queues::pause),
-        post("/api/v1/queues/{queue}/resume", queues::resume),
-        post("/api/v1/queues/{queue}/drain", queues::drain),
-        post("/api/v1/queues/{queue}/take", queues::take),
-        get("/api/v1/queues/{queue}/wake", queues::wake),
-        post("/api/v1/compact", compact),
-        get("/api/v1/overview", overview),
-        get("/api/v1/openapi.json", openapi::document),
-        get("/healthz", healthz),
-        get("/readyz", readyz),
+        get(Viewer, "/api/v1/kv/", kv::get),
+        put(Admin, "/api/v1/kv/", kv::put),
+        delete(Admin, "/api/v1/kv/", kv::delete),
+        get(Viewer, "/api/v1/kv/{*key}", kv::get),
+        put(Admin, "/api/v1/kv/{*key}", kv::put),
+        delete(Admin, "/api/v1/kv/{*key}", kv::delete),
+        get(Viewer, "/api/v1/leases", leases::list),
+        post(Admin, "/api/v1/leases", leases::grant),
+        get(Viewer, "/api/v1/leases/{id}", leases::show),
+        delete(Admin, "/api/v1/leases/{id}", leases::revoke),
+        work(post(Admin, "/api/v1/leases/{id}/keep", leases::keep)),
+        get(Viewer, "/api/v1/watch", watch::watch),
+        get(Viewer, "/api/v1/watchers", watchers::list),
+        get(Viewer, "/api/v1/watchers/{name}", watchers::show),
+        post(Operator, "/api/v1/watchers/{name}/resync", watchers::resync),
+        get(Viewer, "/api/v1/stages", stages::list),
+        get(Viewer, "/api/v1/stages/{entity}", stages::entity),
+        get(Viewer, "/api/v1/stages/{entity}/{id}", stages::show),
+        post(Operator, "/api/v1/stages/{entity}/{stage}/{id}/retry", stages::retry),
+        large(post(Operator, "/api/v1/jobs", jobs::add)),
+        get(Viewer, "/api/v1/jobs", jobs::list),
+        post(Operator, "/api/v1/jobs/retry", jobs::retry_all),
+        work(large(post(Operator, "/api/v1/jobs/keep", jobs::keep_all))),
+        work(large(post(Operator, "/api/v1/jobs/settle", jobs::settle_all))),
+        more("reveal", Operator, get(Viewer, "/api/v1/jobs/{id}", jobs::show)),
+        delete(Operator, "/api/v1/jobs/{id}", jobs::delete),
+        post(Operator, "/api/v1/jobs/{id}/retry", jobs::retry),
+        post(Operator, "/api/v1/jobs/{id}/cancel", jobs::cancel),
+        work(post(Operator, "/api/v1/jobs/{id}/keep", jobs::keep)),
+        work(post(Operator, "/api/v1/jobs/{id}/settle", jobs::settle)),
+        get(Viewer, "/api/v1/queues", queues::list),
+        post(Operator, "/api/v1/queues/{queue}/pause", queues::pause),
+        post(Operator, "/api/v1/queues/{queue}/resume", queues::resume),
+        post(Operator, "/api/v1/queues/{queue}/drain", queues::drain),
+        work(post(Operator, "/api/v1/queues/{queue}/take", queues::take)),
+        get(Viewer, "/api/v1/queues/{queue}/wake", queues::wake),
+        post(Admin, "/api/v1/compact", compact),
+        get(Viewer, "/api/v1/overview", overview),
+        get(Viewer, "/api/v1/session", login::session),
+        get(Admin, "/api/v1/audit", audit::list),
+        get(Viewer, "/api/v1/openapi.json", openapi::document),
+        get(Anyone, "/healthz", healthz),
+        get(Anyone, "/readyz", readyz),
+    ]
+}
+
+/// What people sign in with. Not in the description of the API, as it is for browsers.
+fn sign_in() -> Vec<Route> {
+    vec![
+        get(Anyone, "/login", login::form),
+        post(Anyone, "/login", login::sign_in),
+        post(Viewer, "/logout", login::sign_out),
     ]
 }
 
 pub(crate) fn router(context: Context) -> Router {
-    let routes = routes().into_iter();
-    routes
-        .fold(Router::new(), |router, (_, path, handler)| router.route(path, handler))
-        .merge(page::routes())
+    guarded([routes(), sign_in(), page::routes()].into_iter().flatten().collect(), context, |all| {
+        all
+    })
+}
+
+/// The routes behind the guard, which knows only them; `with` may add others, that nobody reaches.
+fn guarded(
+    routes: Vec<Route>,
+    context: Context,
+    with: impl FnOnce(Router<Context>) -> Router<Context>,
+) -> Router {
+    let table = Arc::new(Table::of(&routes));
+    let guard = Guard { context: context.clone(), table };
+    let all =
+        routes.into_iter().fold(Router::new(), |all, route| all.route(route.path, route.handler));
+    with(all)
         .fallback(async || ApiError::no_such_route())
-        .method_not_allowed_fallback(async || ApiError::wrong_method())
         .layer(DefaultBodyLimit::max(BODY))
-        .layer(middleware::from_fn_with_state(context.clone(), guard::check))
+        .layer(middleware::from_fn_with_state(guard, guard::check))
         .with_state(context)
 }
 
@@ -304,4 +404,61 @@ async fn compact(
 ) -> Result<Json<Compacted>, ApiError> {
     context.store.compact(Revision(revision), false).await?;
     Ok(Json(Compacted { oldest: revision }))
+}
+
+#[cfg(test)]
+impl Context {
+    /// A store and nothing else, where nobody signs in.
+    pub(crate) fn alone(store: Store) -> Self {
+        let (audit, _) = tokio::sync::mpsc::channel(1);
+        let listening = ([127, 0, 0, 1], 7070).into();
+        let door = Door::new(None, false, Vec::new(), listening, false, audit).unwrap();
+        Self {
+            store,
+            watchers: Arc::default(),
+            stages: None,
+            jobs: None,
+            kinds: Arc::default(),
+            ending: CancellationToken::new(),
+            limits: Arc::default(),
+            stop: CancellationToken::new(),
+            door: Arc::new(door),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::body::Body;
+    use axum::http::Request;
+    use hyper::service::Service as _;
+    use hyper_util::service::TowerToHyperService;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_route_that_is_planted_without_a_declaration_is_not_reached() {
+        let folder = tempfile::tempdir().unwrap();
+        let options = vedetta_db::Options::new(folder.path().join("vedetta.db"));
+        let db = vedetta_db::Db::open(&options, &[vedetta_kv::SCHEMA]).unwrap();
+        let store = Store::open(db, vedetta_kv::Options::default()).await.unwrap();
+        let context = Context::alone(store.clone());
+        let router = guarded(routes(), context, |all| {
+            all.route("/api/v1/planted", routing::get(async || "planted"))
+                .route("/healthz", routing::post(async || "planted"))
+        });
+        let router = TowerToHyperService::new(router);
+        for (method, path, status) in [
+            ("GET", "/healthz", 200),
+            ("POST", "/healthz", 405),
+            ("GET", "/api/v1/planted", 404),
+            ("HEAD", "/api/v1/planted", 404),
+            ("GET", "/api/v1/overview", 200),
+        ] {
+            let request = Request::builder().method(method).uri(path).header("Host", "localhost");
+            let answer = router.call(request.body(Body::empty()).unwrap()).await.unwrap();
+            assert_eq!(answer.status().as_u16(), status, "{method} {path}");
+        }
+        store.close().await;
+    }
 }

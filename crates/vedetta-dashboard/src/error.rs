@@ -1,6 +1,6 @@
 //! What a client is told when it does not get what it asked for.
 
-use axum::http::StatusCode;
+use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 use vedetta_kv::{CommitError, KvError};
@@ -14,6 +14,8 @@ pub(crate) struct ApiError {
     code: &'static str,
     message: String,
     hint: Option<String>,
+    /// For the header of that name.
+    allow: Option<Box<str>>,
 }
 
 #[derive(Serialize)]
@@ -31,7 +33,11 @@ struct Inner<'a> {
 
 impl ApiError {
     pub(crate) fn new(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
-        Self { status, code, message: message.into(), hint: None }
+        Self { status, code, message: message.into(), hint: None, allow: None }
+    }
+
+    pub(crate) fn status(&self) -> StatusCode {
+        self.status
     }
 
     #[must_use]
@@ -60,14 +66,28 @@ impl ApiError {
         Self::new(StatusCode::FORBIDDEN, "forbidden", message)
     }
 
+    pub(crate) fn unauthorized(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::UNAUTHORIZED, "unauthorized", message)
+    }
+
+    pub(crate) fn unavailable(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, "unavailable", message).hint("try again")
+    }
+
+    pub(crate) fn too_slow() -> Self {
+        Self::new(StatusCode::REQUEST_TIMEOUT, "too_slow", "the body took too long")
+    }
+
     pub(crate) fn no_such_route() -> Self {
         Self::not_found("there is nothing at this path")
             .hint("the API is under /api/v1, the page at /")
     }
 
-    pub(crate) fn wrong_method() -> Self {
+    /// `allowed` as the header says it.
+    pub(crate) fn wrong_method(allowed: String) -> Self {
         let message = "this path does not take that method; the Allow header has those it takes";
-        Self::new(StatusCode::METHOD_NOT_ALLOWED, "wrong_method", message)
+        let error = Self::new(StatusCode::METHOD_NOT_ALLOWED, "wrong_method", message);
+        Self { allow: Some(allowed.into()), ..error }
     }
 }
 
@@ -122,6 +142,10 @@ impl IntoResponse for ApiError {
             tracing::warn!(code = self.code, why = %self.message, "a request failed");
         }
         let inner = Inner { code: self.code, message: &self.message, hint: self.hint.as_deref() };
-        (self.status, Json(Body { error: inner })).into_response()
+        let mut response = (self.status, Json(Body { error: inner })).into_response();
+        if let Some(Ok(allow)) = self.allow.as_deref().map(HeaderValue::from_str) {
+            response.headers_mut().insert(header::ALLOW, allow);
+        }
+        response
     }
 }

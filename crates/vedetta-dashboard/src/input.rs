@@ -7,7 +7,7 @@ use axum::http::request::Parts;
 use axum::http::{StatusCode, header};
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
-use percent_encoding::percent_decode;
+use percent_encoding::{NON_ALPHANUMERIC, percent_decode, percent_encode};
 use serde::de::DeserializeOwned;
 use vedetta_kv::LeaseId;
 
@@ -34,9 +34,8 @@ impl<T: DeserializeOwned> FromRequest<Context> for JsonBody<T> {
             ));
         }
         let reading = Bytes::from_request(request, context);
-        let body = tokio::time::timeout(context.limits.body, reading).await.map_err(|_| {
-            ApiError::new(StatusCode::REQUEST_TIMEOUT, "too_slow", "the body took too long")
-        })?;
+        let body = tokio::time::timeout(context.limits.body, reading).await;
+        let body = body.map_err(|_| ApiError::too_slow())?;
         let body = body.map_err(|why| unreadable(&why))?;
         match serde_json::from_slice(&body) {
             Ok(value) => Ok(Self(value)),
@@ -61,6 +60,27 @@ fn unreadable(why: &BytesRejection) -> ApiError {
 const PAGE: u64 = 100;
 const PAGE_LIMIT: u64 = 500;
 
+/// What a query or a form has: names and the bytes they stand for.
+pub(crate) fn fields(text: &[u8]) -> Vec<(String, Vec<u8>)> {
+    let decode = |text: &[u8]| {
+        let spaced: Vec<u8> =
+            text.iter().map(|byte| if *byte == b'+' { b' ' } else { *byte }).collect();
+        percent_decode(&spaced).collect::<Vec<u8>>()
+    };
+    let pieces = text.split(|byte| *byte == b'&').filter(|piece| !piece.is_empty());
+    let pairs = pieces.map(|piece| {
+        let mut halves = piece.splitn(2, |byte| *byte == b'=');
+        let (name, value) = (halves.next().unwrap_or_default(), halves.next().unwrap_or_default());
+        (String::from_utf8_lossy(&decode(name)).into_owned(), decode(value))
+    });
+    pairs.collect()
+}
+
+/// Any bytes, as part of an address.
+pub(crate) fn encode(bytes: &[u8]) -> String {
+    percent_encode(bytes, NON_ALPHANUMERIC).to_string()
+}
+
 /// The query of an address: names and the bytes they stand for.
 pub(crate) struct Query(Vec<(String, Vec<u8>)>);
 
@@ -68,17 +88,7 @@ impl<S: Sync> FromRequestParts<S> for Query {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, ApiError> {
-        let decode = |text: &str| {
-            let spaced: Vec<u8> =
-                text.bytes().map(|byte| if byte == b'+' { b' ' } else { byte }).collect();
-            percent_decode(&spaced).collect::<Vec<u8>>()
-        };
-        let pieces = parts.uri.query().unwrap_or_default().split('&');
-        let pairs = pieces.filter(|piece| !piece.is_empty()).map(|piece| {
-            let (name, value) = piece.split_once('=').unwrap_or((piece, ""));
-            (String::from_utf8_lossy(&decode(name)).into_owned(), decode(value))
-        });
-        Ok(Self(pairs.collect()))
+        Ok(Self(fields(parts.uri.query().unwrap_or_default().as_bytes())))
     }
 }
 

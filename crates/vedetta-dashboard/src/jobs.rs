@@ -20,6 +20,7 @@ use crate::api::Context;
 use crate::error::ApiError;
 use crate::input::{JsonBody, Query};
 use crate::json::{Json, millis};
+use crate::redact;
 
 /// A page ends after about so many bytes, whatever its limit.
 const PAGE_BYTES: usize = 1 << 20;
@@ -137,7 +138,9 @@ pub(crate) async fn list(
         let page = ledger.list(&filter, before, wanted).await?;
         let found = page.jobs.len();
         bytes += page.jobs.iter().map(size).sum::<usize>();
-        jobs.extend(page.jobs);
+        // What is hidden is not found either: a search would tell it letter by letter.
+        let shown = page.jobs.into_iter().map(redact::job);
+        jobs.extend(shown.filter(|job| filter.text.as_ref().is_none_or(|text| has(job, text))));
         before = page.next;
         // A long search goes on with the next page.
         if before.is_none() || found < wanted as usize {
@@ -145,6 +148,12 @@ pub(crate) async fn list(
         }
     }
     Ok(Json(Listed { jobs, cursor: before.map(|id| id.to_string()) }))
+}
+
+/// Whether a text is in what is searched.
+fn has(job: &Job, text: &str) -> bool {
+    let texts = [Some(job.payload.get()), job.error.as_deref(), job.unique_key.as_deref()];
+    texts.into_iter().flatten().chain([job.kind.as_str()]).any(|all| all.contains(text))
 }
 
 /// About how long it is as JSON.
@@ -156,11 +165,12 @@ fn size(job: &Job) -> usize {
 pub(crate) async fn show(
     State(context): State<Context>,
     JobPath(id): JobPath,
-    query: Query,
+    mut query: Query,
 ) -> Result<Json<Job>, ApiError> {
+    let reveal = query.flag("reveal")?;
     query.end()?;
-    let job = ledger(&context)?.job(id).await?;
-    job.map(Json).ok_or_else(|| no_such(id))
+    let job = ledger(&context)?.job(id).await?.ok_or_else(|| no_such(id))?;
+    Ok(Json(if reveal { job } else { redact::job(job) }))
 }
 
 /// Whether a change by hand was made.

@@ -1,6 +1,6 @@
 //! Bytes in JSON: as text where they are UTF-8, as base64 under another name where they are not.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -56,6 +56,11 @@ impl Serialize for Text<'_> {
             Err(_) => serializer.collect_map([(b64, BASE64_STANDARD.encode(self.bytes))]),
         }
     }
+}
+
+/// A time, to the millisecond.
+pub(crate) fn stamp(at: SystemTime) -> String {
+    humantime::format_rfc3339_millis(at).to_string()
 }
 
 pub(crate) fn millis(duration: Duration) -> u64 {

@@ -1,14 +1,16 @@
 //! The HTTP API of the store, its watchers, stages and jobs, and their page.
 //!
 //! ```text
-//!  accept ─► a place among the connections ─► head within its time ─► Host, Origin ─► route ─► store, watchers
+//!  accept ─► a place among the connections ─► TLS ─► head within its time ─► the guard ─► route ─► store, watchers
 //! ```
 //!
 //! JSON under `/api/v1`, server-sent events for watches, one page that shows the store live. Everything
 //! a client can send is bounded: connections, time for the head and the body, sizes, page lengths; and so is
-//! the time it may leave an answer unread. How anything is stored is not this crate's business.
+//! the time it may leave an answer unread. Who may do what is said where the routes are, and asked in one place. How anything is stored is not this crate's business.
 
+mod access;
 mod api;
+mod audit;
 mod error;
 mod guard;
 mod input;
@@ -16,9 +18,11 @@ mod jobs;
 mod json;
 mod kv;
 mod leases;
+mod login;
 mod openapi;
 mod page;
 mod queues;
+mod redact;
 mod serve;
 mod stages;
 mod watch;

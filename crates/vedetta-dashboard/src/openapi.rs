@@ -9,6 +9,9 @@ use axum::http::header;
 use axum::response::{IntoResponse as _, Response};
 use bytes::Bytes;
 use serde_json::{Map, Value, json};
+use vedetta_access::Role;
+
+use crate::api::{Route, routes};
 
 /// One method of one path.
 struct Operation {
@@ -171,7 +174,13 @@ const OPERATIONS: &[Operation] = &[
         "Settlements",
         &["422", "503"],
     ),
-    asks("/api/v1/jobs/{id}", "A job", &[], "Job", &["404", "422", "503"]),
+    asks(
+        "/api/v1/jobs/{id}",
+        "A job; secrets in it are shown only if reveal asks for it, which the audit log tells",
+        &["reveal"],
+        "Job",
+        &["404", "422", "503"],
+    ),
     removes(
         "/api/v1/jobs/{id}",
         "Removes a job that does not run",
@@ -250,6 +259,14 @@ const OPERATIONS: &[Operation] = &[
         &["410", "422"],
     ),
     asks("/api/v1/overview", "The store at a glance", &[], "Overview", &[]),
+    asks("/api/v1/session", "Who asks, and what they may do", &[], "Session", &["422"]),
+    asks(
+        "/api/v1/audit",
+        "A page of the audit log, the newest first",
+        &["limit", "cursor"],
+        "Audit",
+        &["404", "422"],
+    ),
     asks("/api/v1/openapi.json", "This", &[], "OpenApi", &[]),
     asks("/healthz", "The process lives", &[], "Health", &[]),
     Operation {
@@ -271,9 +288,10 @@ pub(crate) async fn document() -> Response {
 
 fn describe() -> Value {
     let mut paths = Map::new();
+    let routes = routes();
     for operation in OPERATIONS {
         let methods = paths.entry(operation.path).or_insert_with(|| json!({}));
-        methods[operation.method] = operation.describe();
+        methods[operation.method] = operation.describe(&routes);
     }
     json!({
         "openapi": "3.1.0",
@@ -286,6 +304,16 @@ fn describe() -> Value {
         "paths": paths,
         "components": {
             "schemas": schemas(),
+            "securitySchemes": {
+                "token": { "type": "http", "scheme": "bearer" },
+                "session": {
+                    "type": "apiKey",
+                    "in": "cookie",
+                    "name": "vedetta-7070",
+                    "description": "named with the port; for browsers, which send X-Vedetta-CSRF along \
+                                    with what changes anything",
+                },
+            },
             "responses": {
                 "Error": { "description": "It was not done.", "content": content("Error") },
             },
@@ -298,7 +326,27 @@ fn content(schema: &str) -> Value {
 }
 
 impl Operation {
-    fn describe(&self) -> Value {
+    /// What the route says that it needs; what says nothing is not described.
+    fn access(&self, routes: &[Route], described: &mut Value) {
+        let is_it = |route: &&Route| {
+            route.path.replace("{*", "{") == self.path
+                && route.method.eq_ignore_ascii_case(self.method)
+        };
+        let Some(route) = routes.iter().find(is_it) else { return };
+        described["security"] = match route.needs.role() {
+            None => json!([]),
+            Some(role) => {
+                described["x-role"] = role.word().into();
+                json!([{ "token": [] }, { "session": [] }])
+            }
+        };
+        if let Some((parameter, needs)) = route.more {
+            let role = needs.role().map(Role::word);
+            described["x-role-with"] = json!({ parameter: role });
+        }
+    }
+
+    fn describe(&self, routes: &[Route]) -> Value {
         let mut parameters: Vec<Value> = Vec::new();
         for name in self.path.split('/').filter_map(|part| part.strip_prefix('{')) {
             let name = name.trim_end_matches('}');
@@ -311,7 +359,7 @@ impl Operation {
             let (name, schema) = match *name {
                 "limit" => ("limit", json!({ "type": "integer", "minimum": 1, "default": 100 })),
                 "revision" | "from" => (*name, whole()),
-                "keys_only" | "parked" => (*name, flag()),
+                "keys_only" | "parked" | "reveal" => (*name, flag()),
                 "of_prefix" => ("prefix", flag()),
                 "status" => ("status", one("Status")),
                 name => (name, text()),
@@ -336,6 +384,7 @@ impl Operation {
         if !parameters.is_empty() {
             described["parameters"] = parameters.into();
         }
+        self.access(routes, &mut described);
         if let Some(schema) = self.takes {
             described["requestBody"] = json!({ "required": true, "content": content(schema) });
         }
@@ -746,6 +795,7 @@ fn general() -> Schemas {
         "quota",
         "too_large",
         "too_slow",
+        "unauthorized",
         "unavailable",
         "uncertain",
         "unreadable",
@@ -773,6 +823,31 @@ fn general() -> Schemas {
                 ("version", text()),
             ]),
         ),
+        (
+            "Session",
+            answer(&[
+                ("name", text()),
+                ("role", one("Role")),
+                ("by", words(&["local", "session", "token"])),
+                ("csrf?", said(text(), "to send as X-Vedetta-CSRF")),
+                ("expires_at?", time()),
+            ]),
+        ),
+        ("Role", words(&["viewer", "operator", "admin"])),
+        ("Audit", answer(&[("entries", list(&one("AuditEntry"))), ("cursor?", text())])),
+        (
+            "AuditEntry",
+            answer(&[
+                ("id", whole()),
+                ("at", time()),
+                ("who", said(text(), "a user, token:NAME, local, shell, or ? for nobody known")),
+                ("from", said(text(), "an address, or shell")),
+                ("action", text()),
+                ("target", text()),
+                ("outcome", words(&["done", "refused", "failed"])),
+                ("count", said(whole(), "how often within a short time")),
+            ]),
+        ),
         ("OpenApi", json!({ "type": "object" })),
     ]
 }
@@ -782,15 +857,14 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::api::routes;
 
     #[test]
     fn every_route_is_described_and_nothing_else_is() {
         let served: BTreeSet<(String, String)> = routes()
             .iter()
             // The empty key is refused.
-            .filter(|(_, path, _)| *path != "/api/v1/kv/")
-            .map(|(method, path, _)| (method.to_lowercase(), path.replace("{*", "{")))
+            .filter(|route| route.path != "/api/v1/kv/")
+            .map(|route| (route.method.to_lowercase(), route.path.replace("{*", "{")))
             .collect();
         let described = OPERATIONS.iter().map(|one| (one.method.to_owned(), one.path.to_owned()));
         assert_eq!(described.collect::<BTreeSet<_>>(), served);

@@ -208,14 +208,9 @@ fn write_json(out: &mut Vec<u8>, value: &impl Serialize) {
 
 #[cfg(test)]
 mod tests {
-    use std::net::Ipv4Addr;
-    use std::sync::Arc;
-
-    use tokio_util::sync::CancellationToken;
     use vedetta_kv::{Put, SCHEMA, Store};
 
     use super::*;
-    use crate::api::Limits;
 
     #[tokio::test]
     async fn what_became_durable_at_once_is_handed_out_in_pieces_of_whole_revisions() {
@@ -233,17 +228,7 @@ mod tests {
             hello: None,
             watcher: Some(watcher),
             rest: None,
-            context: Context {
-                store: store.clone(),
-                watchers: Arc::default(),
-                stages: None,
-                jobs: None,
-                kinds: Arc::default(),
-                ending: CancellationToken::new(),
-                limits: Arc::new(Limits::default()),
-                stop: CancellationToken::new(),
-                listening: Ipv4Addr::LOCALHOST.into(),
-            },
+            context: Context::alone(store.clone()),
         };
         let mut told = Vec::new();
         while told.len() < 64 {

@@ -10,14 +10,13 @@ mod authority;
 mod guard;
 mod serve;
 mod source;
-mod tls;
 mod upload;
 mod v2;
 mod v3;
 
 pub use serve::{Endpoint, Limits, serve};
 pub use source::{BadEndpoint, Cluster, ClusterFeed};
-pub use tls::{ClientTls, Tls, TlsError, TlsFiles};
+pub use vedetta_net::tls::{ClientTls, Tls, TlsError, TlsFiles};
 
 /// The release of etcd that is spoken here.
 pub(crate) const ETCD_VERSION: &str = "3.4.23";

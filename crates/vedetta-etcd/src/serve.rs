@@ -24,10 +24,10 @@ use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tonic::codegen::Service as _;
 use vedetta_kv::Store;
+use vedetta_net::tls::{self, Tls};
 use vedetta_net::{Patient, accept};
 
 use crate::authority::Renamed;
-use crate::tls::{self, Tls};
 use crate::upload::Upload;
 use crate::v3::Grpc;
 use crate::{guard, v2, v3};
@@ -115,7 +115,7 @@ impl Endpoint {
     /// The same over TLS only.
     #[must_use]
     pub fn tls(mut self, tls: Tls) -> Self {
-        self.tls = Some(tls.0);
+        self.tls = Some(tls.speaking(&[tls::HTTP2, tls::HTTP1]));
         self
     }
 

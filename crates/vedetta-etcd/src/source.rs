@@ -23,6 +23,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use tonic::{Code, Status};
 use vedetta_core::{Entry, KeyRange, Page, Revision, Source, SourceError};
+use vedetta_net::tls::HTTP2;
 
 use crate::{ClientTls, TlsError};
 use address::Address;
@@ -84,7 +85,7 @@ impl Cluster {
 
     /// The same over TLS.
     pub fn tls(mut self, files: &ClientTls) -> Result<Self, TlsError> {
-        self.settings.tls = Some(files.load()?);
+        self.settings.tls = Some(files.load(&[HTTP2])?);
         Ok(self)
     }
 

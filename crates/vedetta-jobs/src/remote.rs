@@ -14,6 +14,7 @@
 use std::collections::HashMap;
 use std::convert::Infallible;
 use std::error::Error;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -23,11 +24,16 @@ use http::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, HeaderValue};
 use http::{Method, Request, Response, StatusCode, Uri};
 use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::body::Incoming;
+use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use parking_lot::Mutex;
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
+use rustls::crypto::ring;
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject as _;
+use rustls::{ClientConfig, RootCertStore};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::time::{sleep, timeout};
@@ -58,7 +64,7 @@ const RECONNECT: Backoff =
 
 /// The jobs of a server, as far as workers and those who ask for jobs go.
 pub struct RemoteJobs {
-    client: Client<HttpConnector, Full<Bytes>>,
+    client: Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
     server: String,
     authorization: Option<HeaderValue>,
     bells: Bells,
@@ -82,14 +88,24 @@ struct Line {
 }
 
 impl RemoteJobs {
-    /// The jobs of a server, for example `http://127.0.0.1:7070`. Nothing is sent yet. The token goes over
-    /// the line as it is, so that line should not leave the machine.
+    /// The jobs of a server, for example `http://127.0.0.1:7070`. Nothing is sent yet. Over `http` the token goes
+    /// over the line as it is, so that line should not leave the machine.
     pub fn new(server: &str, token: Option<&str>) -> Result<Self, JobsError> {
+        Self::build(server, token, None)
+    }
+
+    /// The same over `https` with a server whose certificate is signed by one of those in a file in PEM, instead
+    /// of by one of the usual authorities.
+    pub fn trusting(server: &str, token: Option<&str>, ca: &Path) -> Result<Self, JobsError> {
+        Self::build(server, token, Some(ca))
+    }
+
+    fn build(server: &str, token: Option<&str>, ca: Option<&Path>) -> Result<Self, JobsError> {
         let invalid = |what: String| JobsError::Invalid(what);
         let uri = server.parse::<Uri>().ok();
-        let plain =
-            uri.is_some_and(|uri| uri.scheme_str() == Some("http") && uri.query().is_none());
-        if !plain {
+        let known = |scheme: Option<&str>| matches!(scheme, Some("http" | "https"));
+        let fits = uri.is_some_and(|uri| known(uri.scheme_str()) && uri.query().is_none());
+        if !fits {
             let example = "http://127.0.0.1:7070";
             return Err(invalid(format!("{server:?} is not an address such as {example}")));
         }
@@ -102,6 +118,12 @@ impl RemoteJobs {
         let mut connector = HttpConnector::new();
         connector.set_connect_timeout(Some(CONNECT));
         connector.set_nodelay(true);
+        connector.enforce_http(false);
+        let connector = HttpsConnectorBuilder::new()
+            .with_tls_config(tls(ca)?)
+            .https_or_http()
+            .enable_http1()
+            .wrap_connector(connector);
         let client = Client::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())
             .pool_idle_timeout(IDLE)
@@ -190,6 +212,32 @@ impl RemoteJobs {
             }
         }
     }
+}
+
+/// Whom to believe that a server is who it says.
+fn tls(ca: Option<&Path>) -> Result<ClientConfig, JobsError> {
+    let failed = |error: rustls::Error| JobsError::Failed(Box::new(error));
+    let mut roots = RootCertStore::empty();
+    match ca {
+        None => roots.extend(webpki_roots::TLS_SERVER_ROOTS.iter().cloned()),
+        Some(file) => {
+            let unreadable = |why: &dyn std::fmt::Display| {
+                JobsError::Invalid(format!("cannot use {} for TLS: {why}", file.display()))
+            };
+            let all = CertificateDer::pem_file_iter(file).map_err(|why| unreadable(&why))?;
+            for certificate in all {
+                let certificate = certificate.map_err(|why| unreadable(&why))?;
+                roots.add(certificate).map_err(|why| unreadable(&why))?;
+            }
+            if roots.is_empty() {
+                return Err(unreadable(&"it has no certificate in it"));
+            }
+        }
+    }
+    let versions = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .map_err(failed)?;
+    Ok(versions.with_root_certificates(roots).with_no_client_auth())
 }
 
 impl Line {

@@ -38,6 +38,10 @@ struct Server {
 
 impl Server {
     async fn start(folder: &TempDir, port: u16) -> Self {
+        Self::start_as(folder, port, |api| api).await
+    }
+
+    async fn start_as(folder: &TempDir, port: u16, with: impl FnOnce(Api) -> Api) -> Self {
         let mut options = vedetta_db::Options::new(folder.path().join("vedetta.db"));
         options.ballast = 0;
         let db = Db::open(&options, &[vedetta_kv::SCHEMA, SCHEMA]).unwrap();
@@ -46,7 +50,7 @@ impl Server {
         let listener = TcpListener::bind(("127.0.0.1", port)).await.unwrap();
         let address = listener.local_addr().unwrap();
         let stop = CancellationToken::new();
-        let api = Api::new(store.clone()).jobs(Arc::new(jobs.clone()));
+        let api = with(Api::new(store.clone()).jobs(Arc::new(jobs.clone())));
         let serving = tokio::spawn(serve(listener, api, stop.clone()));
         Self { jobs, store, address, stop, serving }
     }
@@ -286,7 +290,7 @@ async fn what_is_wrong_is_told_by_what_to_do_next() {
     let nobody = Wanted { worker: "an na", ..wanted() };
     let refused = client.take(&nobody).await;
     assert!(matches!(refused, Err(JobsError::Invalid(_))), "{refused:?}");
-    for server in ["https://localhost", "localhost:7070", "", "http://", "http://a/?b"] {
+    for server in ["ftp://localhost", "localhost:7070", "", "http://", "http://a/?b"] {
         let refused = RemoteJobs::new(server, None).map(drop);
         assert!(matches!(refused, Err(JobsError::Invalid(_))), "{server}: {refused:?}");
     }
@@ -331,5 +335,35 @@ async fn a_stream_of_wake_ups_is_opened_again_after_the_server_was_away() {
     let waits = async { while client.woken(DEFAULT_QUEUE).await != Woken::More {} };
     let (server, ()) =
         soon("it opens again", async { tokio::join!(Server::start(&folder, port), waits) }).await;
+    server.end().await;
+}
+
+#[tokio::test]
+async fn a_server_that_people_sign_in_to_is_worked_over_tls_with_a_token() {
+    let folder = tempfile::tempdir().unwrap();
+    let made = rcgen::generate_simple_self_signed(["localhost".to_owned()]).unwrap();
+    let (cert, key) = (folder.path().join("cert"), folder.path().join("key"));
+    std::fs::write(&cert, made.cert.pem()).unwrap();
+    std::fs::write(&key, made.signing_key.serialize_pem()).unwrap();
+    let tls = vedetta_net::tls::TlsFiles { cert: cert.clone(), key, client_ca: None };
+    let access = vedetta_access::Access::open(folder.path()).unwrap();
+    let token = access.add_token("worker", vedetta_access::Role::Operator, None).unwrap();
+    let eyes = access.add_token("eyes", vedetta_access::Role::Viewer, None).unwrap();
+    let with = |api: Api| api.access(access, true).tls(tls.load().unwrap());
+    let server = Server::start_as(&folder, 0, with).await;
+    let url = format!("https://localhost:{}", server.address.port());
+    let client = |token: Option<&str>| RemoteJobs::trusting(&url, token, &cert).unwrap();
+
+    let worker = client(Some(token.reveal()));
+    worker.enqueue(&[job("a")]).await.unwrap();
+    soon("it opens", async { while worker.woken(DEFAULT_QUEUE).await != Woken::More {} }).await;
+    assert_eq!(worker.take(&wanted()).await.unwrap().jobs.len(), 1);
+    for refused in [client(None), client(Some("vdt_wrong")), client(Some(eyes.reveal()))] {
+        let refused = refused.enqueue(&[job("b")]).await;
+        assert!(matches!(refused, Err(JobsError::Failed(_))), "{refused:?}");
+    }
+    let stranger = RemoteJobs::new(&url, Some(token.reveal())).unwrap();
+    let refused = stranger.enqueue(&[job("b")]).await;
+    assert!(matches!(refused, Err(JobsError::Unavailable(_))), "nobody vouches: {refused:?}");
     server.end().await;
 }

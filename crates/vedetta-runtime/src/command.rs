@@ -16,6 +16,7 @@ mod guard;
 mod output;
 
 use std::ffi::{OsStr, OsString};
+use std::fmt;
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
@@ -33,12 +34,25 @@ use output::{Stderr, Stdout};
 const REST: Duration = Duration::from_millis(100);
 
 /// A command that may be run.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Command {
     program: OsString,
     arguments: Vec<OsString>,
     variables: Vec<(OsString, OsString)>,
     limit: Duration,
+}
+
+/// Its variables by name only: a token may be among them.
+impl fmt::Debug for Command {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<_> = self.variables.iter().map(|(name, _)| name).collect();
+        f.debug_struct("Command")
+            .field("program", &self.program)
+            .field("arguments", &self.arguments)
+            .field("variables", &names)
+            .field("limit", &self.limit)
+            .finish()
+    }
 }
 
 /// Why a command did not do what it should. For people to read.

@@ -92,6 +92,7 @@
 //! # }
 //! ```
 
+pub use vedetta_access as access;
 pub use vedetta_core::{self as core, KeyRange, Revision};
 pub use vedetta_dashboard as dashboard;
 pub use vedetta_db as db;

@@ -13,7 +13,7 @@ use vedetta::jobs::{
 use vedetta::runtime::Command;
 
 use super::watch::{LONGEST, Run, Time};
-use super::{Config, ConfigError, JobsAt};
+use super::{Config, ConfigError, JobsAt, Own};
 
 /// The name of a queue, a kind or a periodic job.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
@@ -189,16 +189,15 @@ impl Config {
         self.periodic.iter().map(|(name, tick)| tick.periodic(&name.0, &kinds)).collect()
     }
 
-    /// A worker for each queue that has handlers. Commands find the server in `VEDETTA_SERVER`.
-    pub(crate) fn workers(&self, server: &str) -> BTreeMap<&str, Worker> {
+    /// A worker for each queue that has handlers.
+    pub(crate) fn workers(&self, own: &Own) -> BTreeMap<&str, Worker> {
         let mut workers: BTreeMap<&str, Worker> = BTreeMap::new();
         for (kind, handler) in &self.handler {
             let queue = handler.queue();
             let worker = workers.remove(queue).unwrap_or_else(|| self.worker(queue));
             let Run { program, arguments } = handler.run.clone();
             // How long it may take is the worker's to say.
-            let command = Command::new(program, arguments, LONGEST);
-            let command = command.variable("VEDETTA_SERVER", server);
+            let command = own.tell(Command::new(program, arguments, LONGEST));
             workers.insert(queue, worker.command(&kind.0, command));
         }
         workers

@@ -7,7 +7,7 @@ use serde::Deserialize;
 use vedetta::core::Source;
 use vedetta::runtime::{Command, Declared, Keys, Watcher, Watching};
 
-use super::ConfigError;
+use super::{ConfigError, Own};
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
@@ -47,11 +47,10 @@ impl Watch {
         &self.run.program
     }
 
-    /// Starts it on a source. The command finds the server in `VEDETTA_SERVER`, as our client does.
-    pub(crate) fn start(&self, name: &Name, source: impl Source, server: &str) -> Watching<Keys> {
+    /// Starts it on a source.
+    pub(crate) fn start(&self, name: &Name, source: impl Source, own: &Own) -> Watching<Keys> {
         let Run { program, arguments } = self.run.clone();
-        let command =
-            Command::new(program, arguments, self.timeout.0).variable("VEDETTA_SERVER", server);
+        let command = own.tell(Command::new(program, arguments, self.timeout.0));
         let quiet = self.quiet.iter().flat_map(|types| types.0.iter().cloned());
         let mut watcher = Watcher::new(self.prefix.0.clone()).parallel(self.parallel).quiet(quiet);
         if let Some(types) = &self.key_types {

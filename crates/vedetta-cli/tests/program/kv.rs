@@ -192,7 +192,7 @@ fn every_exit_code_means_what_the_help_says() {
         run(folder.path(), &["kv", "get", "k", "--server", &format!("http://127.0.0.1:{port}")]);
     assert_eq!(nobody.code, 5, "{nobody:?}");
     assert!(nobody.err.contains("is `vedetta up` running there?"), "{nobody:?}");
-    for server in ["nonsense", "", "https://127.0.0.1:1"] {
+    for server in ["nonsense", "", "ftp://127.0.0.1:1"] {
         let wrong = run(folder.path(), &["kv", "get", "k", "--server", server]);
         assert_eq!(wrong.code, 2, "{server}: {wrong:?}");
     }

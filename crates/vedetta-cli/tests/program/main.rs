@@ -1,5 +1,6 @@
 //! The program as a user runs it: the real binary, on free ports, in temporary folders.
 
+mod access;
 mod backup;
 mod doctor;
 mod handler;

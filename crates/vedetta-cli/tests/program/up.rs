@@ -129,9 +129,9 @@ fn wrong_settings_are_refused_with_one_sentence_and_nothing_is_made() {
         (
             "[http]\nlisten = '0.0.0.0:7070'",
             &[],
-            "cannot listen on 0.0.0.0:7070: there is no sign-in yet",
+            "cannot listen on 0.0.0.0:7070: beyond loopback people must sign in",
         ),
-        ("", &["--http", "192.0.2.1:80"], "only loopback addresses"),
+        ("", &["--http", "192.0.2.1:80"], "or use a loopback address"),
         ("", &["--config", "none.toml"], "cannot read the config file none.toml"),
         ("", &["--http", "localhost"], "localhost"),
         ("", &["--colour"], "--colour"),

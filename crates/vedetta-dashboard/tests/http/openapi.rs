@@ -133,8 +133,12 @@ async fn what_is_answered_is_what_is_described() {
     records.enqueue(pay, &visits).await.unwrap();
     let watching = Watcher::new("/rooms/").key_types(["title"]).start(server.store.clone(), Fails);
     let handle = watching.handle();
-    let server =
-        server.serve_as(|api| api.stages(records).watcher("rooms", watching.handle())).await;
+    let access = vedetta_access::Access::open(folder.path()).unwrap();
+    access.add_token("ci", vedetta_access::Role::Viewer, None).unwrap();
+    let with = |api: vedetta_dashboard::Api| {
+        api.stages(records).watcher("rooms", watching.handle()).access(access, false)
+    };
+    let server = server.serve_as(with).await;
     let api = Described::by(&server).await;
     let v1 = |path: &str| format!("/api/v1{path}");
     let tell = async |method: &str, path: &str, ids: &str, body: Value| {
@@ -187,6 +191,8 @@ async fn what_is_answered_is_what_is_described() {
         ("/api/v1/jobs/{id}", &id),
         ("/api/v1/queues", ""),
         ("/api/v1/overview", ""),
+        ("/api/v1/session", ""),
+        ("/api/v1/audit", ""),
         ("/api/v1/openapi.json", ""),
         ("/healthz", ""),
         ("/readyz", ""),

@@ -271,6 +271,11 @@ async fn a_page_of_another_origin_can_neither_change_nor_read() {
     let own = format!("http://{}", server.address);
     let near = format!("http://127.0.0.1:{}", server.address.port().wrapping_add(1));
     let put = "PUT /api/v1/kv/k";
+    // The token of the page, so that nothing else is in the way.
+    let session = server.get("/api/v1/session").await;
+    let csrf = session.json()["csrf"].as_str().unwrap().to_owned();
+    let start = session.raw.find("vedetta-").unwrap();
+    let cookie = session.raw[start..].split(';').next().unwrap();
     for (request, header, value, status) in [
         (put, "Sec-Fetch-Site", "same-origin", 200),
         (put, "Sec-Fetch-Site", "none", 200),
@@ -288,7 +293,12 @@ async fn a_page_of_another_origin_can_neither_change_nor_read() {
         ("POST /api/v1/watchers/rooms/resync", "Sec-Fetch-Site", "cross-site", 403),
         ("GET /", "Sec-Fetch-Site", "cross-site", 200), // following a link is fine
     ] {
-        let headers = [("Content-Type", "application/json"), (header, value)];
+        let headers = [
+            ("Content-Type", "application/json"),
+            ("Cookie", cookie),
+            ("X-Vedetta-CSRF", &csrf),
+            (header, value),
+        ];
         let answer = server.send(request, &headers, r#"{"value": "v"}"#).await;
         assert_eq!(answer.status, status, "{request} {header}: {value}");
         assert!(!answer.head.contains("access-control"), "never opened to others");

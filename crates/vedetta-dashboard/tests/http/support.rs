@@ -84,7 +84,7 @@ impl Server {
         let mut answer = Vec::new();
         // A refused body may end in a reset after the answer.
         let _ = line.read_to_end(&mut answer).await;
-        Answer::parse(&String::from_utf8(answer).unwrap())
+        Answer::parse(&String::from_utf8_lossy(&answer))
     }
 
     /// A request with these headers beside `Host`, which one of them may replace.
@@ -166,13 +166,18 @@ pub(crate) struct Answer {
     pub(crate) status: u16,
     pub(crate) head: String,
     pub(crate) body: String,
+    /// The head as it came.
+    pub(crate) raw: String,
 }
 
 impl Answer {
     fn parse(text: &str) -> Self {
         let (head, body) = text.split_once("\r\n\r\n").unwrap_or((text, ""));
         let status = head.split(' ').nth(1).and_then(|status| status.parse().ok());
-        Self { status: status.unwrap_or(0), head: head.to_lowercase(), body: body.to_owned() }
+        let (raw, body) = (head.to_owned(), body.to_owned());
+        // So that each line of it has its end.
+        let head = format!("{}\r\n", head.to_lowercase());
+        Self { status: status.unwrap_or(0), head, body, raw }
     }
 
     pub(crate) fn json(&self) -> Value {

@@ -9,9 +9,10 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::{VerifierBuilderError, WebPkiClientVerifier};
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
-/// The protocols over TLS, the better one first.
-pub(crate) const HTTP2: &[u8] = b"h2";
-const HTTP1: &[u8] = b"http/1.1";
+/// HTTP/2, as TLS calls it.
+pub const HTTP2: &[u8] = b"h2";
+/// HTTP/1.1, as TLS calls it.
+pub const HTTP1: &[u8] = b"http/1.1";
 
 /// What TLS needs, in PEM.
 #[derive(Debug, Clone)]
@@ -74,9 +75,17 @@ pub struct ClientTls {
     pub key: Option<PathBuf>,
 }
 
-/// TLS, ready for [`Endpoint::tls`](crate::Endpoint::tls).
+/// TLS, ready for a server.
 #[derive(Debug, Clone)]
-pub struct Tls(pub(crate) Arc<ServerConfig>);
+pub struct Tls(ServerConfig);
+
+impl Tls {
+    /// For a server that speaks these protocols, the best one first.
+    pub fn speaking(mut self, protocols: &[&[u8]]) -> Arc<ServerConfig> {
+        self.0.alpn_protocols = protocols.iter().map(|protocol| protocol.to_vec()).collect();
+        Arc::new(self.0)
+    }
+}
 
 impl TlsFiles {
     /// Reads the files.
@@ -85,7 +94,7 @@ impl TlsFiles {
     }
 }
 
-fn load(files: &TlsFiles) -> Result<Arc<ServerConfig>, TlsError> {
+fn load(files: &TlsFiles) -> Result<ServerConfig, TlsError> {
     let provider = Arc::new(ring::default_provider());
     let versions = ServerConfig::builder_with_provider(Arc::clone(&provider))
         .with_safe_default_protocol_versions()
@@ -100,16 +109,14 @@ fn load(files: &TlsFiles) -> Result<Arc<ServerConfig>, TlsError> {
             versions.with_client_cert_verifier(verifier)
         }
     };
-    let mut config = verified
+    verified
         .with_single_cert(certificates(&files.cert)?, private_key(&files.key)?)
-        .map_err(|source| TlsError::Unusable { path: files.cert.clone(), source })?;
-    config.alpn_protocols = vec![HTTP2.to_vec(), HTTP1.to_vec()];
-    Ok(Arc::new(config))
+        .map_err(|source| TlsError::Unusable { path: files.cert.clone(), source })
 }
 
 impl ClientTls {
-    /// Reads the files.
-    pub(crate) fn load(&self) -> Result<Arc<ClientConfig>, TlsError> {
+    /// Reads the files, for a client that speaks these protocols.
+    pub fn load(&self, protocols: &[&[u8]]) -> Result<Arc<ClientConfig>, TlsError> {
         let provider = Arc::new(ring::default_provider());
         let unusable = |path: &Path, source| TlsError::Unusable { path: path.to_owned(), source };
         let verified = ClientConfig::builder_with_provider(provider)
@@ -123,7 +130,7 @@ impl ClientTls {
                 .map_err(|source| unusable(cert, source))?,
             _ => return Err(TlsError::HalfAnIdentity),
         };
-        config.alpn_protocols = vec![HTTP2.to_vec()];
+        config.alpn_protocols = protocols.iter().map(|protocol| protocol.to_vec()).collect();
         Ok(Arc::new(config))
     }
 }

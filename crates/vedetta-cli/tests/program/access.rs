@@ -1,0 +1,271 @@
+//! `vedetta user`, `vedetta token`, and a server that people sign in to.
+
+use std::fs;
+use std::io::Write as _;
+use std::path::Path;
+use std::process::Stdio;
+
+use serde_json::Value;
+
+use crate::support::{Ran, Server, http, run, temp, until, vedetta};
+
+const PASSWORD: &str = "correct horse";
+
+fn config(folder: &Path, text: &str) {
+    fs::write(folder.join("vedetta.toml"), text).unwrap();
+}
+
+/// Runs a command with a line on stdin.
+fn typed(folder: &Path, args: &[&str], line: &str) -> Ran {
+    let mut command = vedetta(folder);
+    let command = command.args(args).stdin(Stdio::piped());
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    // It may refuse before it reads.
+    let _ = writeln!(child.stdin.take().unwrap(), "{line}");
+    child.wait_with_output().unwrap().into()
+}
+
+/// A new token.
+fn token(folder: &Path, name: &str, role: &str) -> String {
+    let made = run(folder, &["token", "add", name, "--role", role]);
+    assert_eq!(made.code, 0, "{made:?}");
+    made.out.trim().to_owned()
+}
+
+fn with_token(server: &Server, token: &str, args: &[&str]) -> Ran {
+    server.command(args).env("VEDETTA_TOKEN", token).output().unwrap().into()
+}
+
+#[test]
+fn users_and_tokens_are_made_before_and_while_a_server_runs() {
+    let folder = temp();
+    let at = folder.path();
+    let added = typed(at, &["user", "add", "anna", "--role", "admin"], PASSWORD);
+    assert_eq!((added.code, added.out.as_str()), (0, "anna was added\n"), "{added:?}");
+    config(at, "[auth]\nenabled = true");
+    let server = Server::start(at);
+
+    let nobody = server.kv(&["get", "k"]);
+    assert_eq!(nobody.code, 1, "{nobody:?}");
+    assert!(
+        nobody.err.contains("sign in first") && nobody.err.contains("VEDETTA_TOKEN"),
+        "{nobody:?}"
+    );
+    assert_eq!(nobody.err.lines().count(), 1, "{nobody:?}");
+
+    let (viewer, admin) = (token(at, "eyes", "viewer"), token(at, "ci", "admin"));
+    let refused = with_token(&server, &viewer, &["kv", "put", "k", "v"]);
+    assert_eq!(refused.code, 1, "{refused:?}");
+    assert!(refused.err.contains("this needs the role admin"), "{refused:?}");
+    assert_eq!(with_token(&server, &admin, &["kv", "put", "k", "v"]).code, 0);
+    assert_eq!(with_token(&server, &viewer, &["kv", "get", "k"]).out, "v\n");
+
+    let tokens = run(at, &["token", "list", "--output", "json"]).json();
+    assert_eq!(tokens["tokens"][1]["name"], "eyes", "{tokens}");
+    assert!(tokens["tokens"][1]["used"].is_u64(), "{tokens}");
+    assert!(!tokens.to_string().contains(&viewer), "it is shown once");
+    assert_eq!(run(at, &["token", "revoke", "eyes"]).code, 0);
+    let revoked = with_token(&server, &viewer, &["kv", "get", "k"]);
+    assert_eq!(revoked.code, 1, "{revoked:?}");
+    assert!(revoked.err.contains("no longer good"), "{revoked:?}");
+
+    // What was done is in the log.
+    let mut answer = http()
+        .get(format!("{}/api/v1/audit", server.url))
+        .header("Authorization", format!("Bearer {admin}"))
+        .call()
+        .unwrap();
+    let log: Value = answer.body_mut().read_json().unwrap();
+    let told = log.to_string();
+    for action in ["user add", "token add", "token revoke", "PUT /api/v1/kv/{*key}"] {
+        assert!(told.contains(action), "{action}: {told}");
+    }
+    server.stop();
+}
+
+#[test]
+fn what_cannot_be_done_to_users_and_tokens_ends_with_its_code() {
+    let folder = temp();
+    let at = folder.path();
+    for args in [&["user", "list"][..], &["token", "revoke", "ci"]] {
+        let ran = run(at, args);
+        assert!(ran.code == 1 && ran.err.contains("check --data"), "{ran:?}");
+    }
+    assert!(!at.join("vedetta-data").exists(), "looking makes nothing");
+    assert_eq!(typed(at, &["user", "add", "anna"], PASSWORD).code, 0);
+    assert_eq!(run(at, &["token", "add", "ci"]).code, 0);
+    for (args, line, code, sentence) in [
+        (&["user", "add", "anna"][..], PASSWORD, 4, "there is a user \"anna\" already"),
+        (&["user", "add", "a b"], PASSWORD, 2, "the name of a user is"),
+        (&["user", "add", "bert"], "short", 2, "a password has 8 to 1024 bytes"),
+        (&["user", "add", "bert", "--role", "king"], PASSWORD, 2, "is no role"),
+        (&["user", "passwd", "bert"], PASSWORD, 3, "there is no user \"bert\""),
+        (&["user", "role", "bert", "admin"], "", 3, "there is no user"),
+        (&["user", "remove", "bert"], "", 3, "there is no user"),
+        (&["token", "add", "ci"], "", 4, "there is a token \"ci\" already"),
+        (&["token", "add", "x", "--expires", "soon"], "", 2, "soon"),
+        (&["token", "revoke", "x"], "", 3, "there is no token \"x\""),
+    ] {
+        let ran = typed(at, args, line);
+        assert_eq!(ran.code, code, "{args:?}: {ran:?}");
+        assert!(ran.err.contains(sentence), "{args:?}: {ran:?}");
+        assert!(!ran.err.contains(PASSWORD), "{args:?}: {ran:?}");
+    }
+    for args in [&["role", "anna", "operator"][..], &["disable", "anna"], &["enable", "anna"]] {
+        assert_eq!(run(at, &[&["user"], args].concat()).code, 0, "{args:?}");
+    }
+    let list = run(at, &["user", "list"]);
+    assert!(list.out.contains("anna") && list.out.contains("operator"), "{list:?}");
+    assert_eq!(run(at, &["user", "remove", "anna"]).code, 0);
+    let users = run(at, &["user", "list", "--output", "json"]).json();
+    assert_eq!(users["users"].as_array().unwrap().len(), 0);
+}
+
+/// A certificate for `localhost` in the folder.
+fn certificate(folder: &Path) {
+    let made = rcgen::generate_simple_self_signed(["localhost".to_owned()]).unwrap();
+    fs::write(folder.join("http.crt"), made.cert.pem()).unwrap();
+    fs::write(folder.join("http.key"), made.signing_key.serialize_pem()).unwrap();
+}
+
+const BEYOND: &str = "--http=0.0.0.0:0";
+const TLS: &str = "tls-cert = 'http.crt'\ntls-key = 'http.key'\n";
+
+#[test]
+fn beyond_loopback_it_starts_only_when_people_sign_in_over_tls() {
+    let auth = "[auth]\nenabled = true\n";
+    let tls = format!("[http]\n{TLS}{auth}");
+    let insecure = format!("[http]\ninsecure = true\n{auth}");
+    for (config_text, somebody, args, sentence) in [
+        (String::new(), true, &[BEYOND][..], "set auth.enabled = true"),
+        (format!("[http]\n{TLS}"), true, &[BEYOND], "set auth.enabled = true"),
+        ("[http]\ninsecure = true".into(), true, &[BEYOND], "set auth.enabled = true"),
+        (auth.into(), true, &[BEYOND], "set http.tls-cert and http.tls-key"),
+        (tls.clone(), false, &[BEYOND], "add somebody first"),
+        (insecure.clone(), false, &[BEYOND], "add somebody first"),
+        (auth.into(), true, &["--http=[::]:0"], "set http.tls-cert"),
+        (auth.into(), true, &["--http=[::ffff:192.0.2.1]:0"], "set http.tls-cert"),
+        (
+            "[http]\ntls-cert = 'http.crt'".into(),
+            true,
+            &[],
+            "http.tls-cert is set and http.tls-key is not",
+        ),
+        ("[http]\nhosts = ['a:80']".into(), true, &[], "without a port"),
+        // The other endpoint asks for certificates of its clients, whatever this one does.
+        (tls.clone(), true, &["--etcd=0.0.0.0:0"], "set etcd.cert, etcd.key and etcd.client-ca"),
+        (
+            format!("{auth}[etcd]\ncert = 'http.crt'\nkey = 'http.key'"),
+            true,
+            &["--etcd=0.0.0.0:0"],
+            "etcd.client-ca",
+        ),
+        (
+            "[etcd]\nclient-ca = 'http.crt'".into(),
+            true,
+            &["--etcd=0.0.0.0:0"],
+            "etcd.client-ca is set and etcd.cert is not",
+        ),
+    ] {
+        let folder = temp();
+        certificate(folder.path());
+        if somebody {
+            token(folder.path(), "ci", "viewer");
+        }
+        config(folder.path(), &config_text);
+        let refused = run(folder.path(), &[&["up"], args].concat());
+        assert_eq!(refused.code, 2, "{config_text} {args:?}: {refused:?}");
+        assert!(refused.err.contains(sentence), "{config_text} {args:?}: {refused:?}");
+        assert_eq!(refused.err.lines().count(), 1, "{refused:?}");
+        assert!(!folder.path().join("vedetta-data/vedetta.db").exists(), "nothing was made");
+    }
+    for settings in [tls, insecure] {
+        let folder = temp();
+        certificate(folder.path());
+        let token = token(folder.path(), "ci", "viewer");
+        config(folder.path(), &settings);
+        let server = Server::with(vedetta(folder.path()).args(["up", BEYOND]), folder.path());
+        let url = server.url.replace("0.0.0.0", "localhost");
+        let get = |token: &str| -> Ran {
+            let mut command = vedetta(folder.path());
+            command.env("VEDETTA_SERVER", &url).env("VEDETTA_TOKEN", token);
+            command.env("VEDETTA_CA", "http.crt").args(["queue", "list"]).output().unwrap().into()
+        };
+        let listed = get(&token);
+        assert_eq!(listed.code, 0, "{url}: {listed:?}");
+        assert_eq!(get("").code, 1);
+        if url.starts_with("https") {
+            let mut stranger = vedetta(folder.path());
+            stranger.env("VEDETTA_SERVER", &url).args(["queue", "list"]);
+            let refused = Ran::from(stranger.output().unwrap());
+            assert_eq!(refused.code, 5, "a certificate that nobody vouches for: {refused:?}");
+        }
+        server.stop();
+    }
+}
+
+#[test]
+fn commands_that_the_server_starts_reach_it_with_the_role_they_are_given() {
+    for (role, code) in [("operator", "1"), ("admin", "0")] {
+        let folder = temp();
+        let at = folder.path();
+        let program = env!("CARGO_BIN_EXE_vedetta");
+        let commands = format!(
+            "[auth]\nenabled = true\ncommands = '{role}'\n[handler.note]\n\
+             run = ['sh', '-c', '{program} job add other >>told; echo $? >>told; {program} kv put k v; echo $? >>told']\n"
+        );
+        config(at, &commands);
+        let server = Server::start(at);
+        let own = token(at, "mine", "operator");
+        assert_eq!(with_token(&server, &own, &["job", "add", "note"]).code, 0);
+        let told = || fs::read_to_string(at.join("told")).unwrap_or_default();
+        until("the command", || told().lines().count() >= 3);
+        let told = told();
+        let codes: Vec<&str> = told.lines().skip(1).take(2).collect();
+        assert_eq!(codes, ["0", code], "{role}: {told}");
+        server.stop();
+    }
+}
+
+#[test]
+fn a_secret_in_a_job_is_in_no_log_of_the_server_and_in_no_list() {
+    const CANARY: &str = "kanari3nvogel";
+    let folder = temp();
+    let at = folder.path();
+    config(
+        at,
+        "[handler.sing]\nmax-attempts = 1\n\
+         run = ['sh', '-c', 'p=$(cat); echo \"got $p\" >&2; echo \"password=$SONG\" >&2; exit 3']\n",
+    );
+    let mut up = vedetta(at);
+    up.args(["up", "--http", "127.0.0.1:0"]).env("VEDETTA_LOG", "trace").env("SONG", CANARY);
+    // A log of everything is long: it goes to a file, so that nobody has to read along.
+    let log = at.join("log");
+    let server = {
+        let mut shell = std::process::Command::new("sh");
+        shell.arg("-c").arg("exec \"$0\" \"$@\" 2>log").arg(up.get_program()).args(up.get_args());
+        shell.current_dir(at).envs(up.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        shell.stdin(Stdio::null());
+        Server::with(&mut shell, at)
+    };
+    let job = |args: &[&str]| -> Ran {
+        server.command(&["job"]).args(args).args(["--output", "json"]).output().unwrap().into()
+    };
+    let payload = format!(r#"{{"api_key": "{CANARY}", "tune": "low"}}"#);
+    let id = job(&["add", "sing", "--payload", &payload]).json()["id"].to_string();
+    until("the job to fail", || job(&["show", &id]).json()["status"] == "dead");
+    for args in [&["list"][..], &["list", "--status", "dead"], &["show", &id]] {
+        let shown = job(args);
+        assert!(!shown.out.contains(CANARY), "{args:?}: {shown:?}");
+        assert!(shown.out.contains("(redacted)") && shown.out.contains("low"), "{shown:?}");
+    }
+    assert!(job(&["show", &id, "--reveal"]).out.contains(CANARY));
+    server.stop();
+    let log = fs::read_to_string(log).unwrap();
+    assert!(log.contains("stopped") && log.contains("DEBUG"), "{log}");
+    assert!(
+        !log.contains(CANARY),
+        "{}",
+        log.lines().find(|line| line.contains(CANARY)).unwrap_or("")
+    );
+}

@@ -1,0 +1,97 @@
+//! Secrets that went into jobs by mistake.
+
+use serde_json::{Value, json};
+use vedetta_access::Role;
+
+use crate::Guarded;
+
+const CANARY: &str = "kanari3nvogel";
+
+/// A job with the canary in its payload, error, log, message and result; its id.
+async fn sing(guarded: &Guarded, worker: &str) -> u64 {
+    let payload = json!({"user": "anna", "auth": {"Password": CANARY, "n": 1}, "list": [{"api_key": [CANARY]}]});
+    let asked = json!({"kind": "pack", "payload": payload, "max_attempts": 1});
+    let added = guarded.tells("POST /api/v1/jobs", worker, asked).await.json();
+    let id = added["id"].as_u64().unwrap();
+    let take = json!({"worker": "w", "max": 1});
+    let taken = guarded.tells("POST /api/v1/queues/default/take", worker, take).await.json();
+    let proof = &taken["jobs"][0]["token"];
+    // Who works on it gets it whole.
+    assert_eq!(taken["jobs"][0]["payload"]["auth"]["Password"], CANARY, "{taken}");
+    let log = format!(
+        "connecting with --password {CANARY}\nAuthorization: Bearer {CANARY}\n{{\"token\": \"{CANARY}\"}}\n"
+    );
+    let note =
+        json!({"token": proof, "progress": 0.5, "message": format!("secret={CANARY}"), "log": log});
+    let kept = guarded.tells(&format!("POST /api/v1/jobs/{id}/keep"), worker, note).await;
+    assert_eq!(kept.status, 200, "{kept:?}");
+    let error = format!("postgres://me:{CANARY}@db/jobs: refused; passwd: '{CANARY}'");
+    let end = json!({"token": proof, "outcome": "failed", "error": error});
+    let settled = guarded.tells(&format!("POST /api/v1/jobs/{id}/settle"), worker, end).await;
+    assert_eq!(settled.status, 200, "{settled:?}");
+    id
+}
+
+#[tokio::test]
+async fn secrets_of_jobs_are_shown_to_those_only_who_ask_for_them_and_may() {
+    let guarded = Guarded::start().await;
+    let operator = guarded.token("worker", Role::Operator);
+    let viewer = guarded.token("viewer", Role::Viewer);
+    let id = sing(&guarded, &operator).await;
+    let one = format!("GET /api/v1/jobs/{id}");
+    for (who, request) in [
+        (&viewer, one.as_str()),
+        (&viewer, "GET /api/v1/jobs"),
+        (&viewer, "GET /api/v1/jobs?status=dead"),
+        (&operator, one.as_str()),
+        (&operator, &format!("{one}?reveal=false")),
+        (&operator, "GET /api/v1/jobs"),
+    ] {
+        let answer = guarded.asks(request, who).await;
+        assert_eq!(answer.status, 200, "{answer:?}");
+        assert!(!answer.body.contains(CANARY), "{request}: {}", answer.body);
+        assert!(
+            answer.body.contains("•••• (redacted)") && answer.body.contains("anna"),
+            "{request}"
+        );
+    }
+    let reveal = format!("{one}?reveal=true");
+    assert_eq!(guarded.asks(&reveal, &viewer).await.status, 403);
+    assert_eq!(guarded.asks(&format!("{one}?re%76eal=true"), &viewer).await.status, 403);
+    let shown = guarded.asks(&reveal, &operator).await;
+    let job: Value = shown.json();
+    assert_eq!(job["payload"]["list"][0]["api_key"][0], CANARY);
+    assert_eq!(
+        job["error"],
+        format!("postgres://me:{CANARY}@db/jobs: refused; passwd: '{CANARY}'")
+    );
+
+    // It is told who looked, and who wanted to.
+    let log = guarded.log(6).await;
+    let looked: Vec<_> = log
+        .iter()
+        .filter(|entry| entry.action == "GET /api/v1/jobs/{id}")
+        .map(|entry| (entry.who.as_str(), entry.outcome.as_str()))
+        .collect();
+    let refused = ("token:viewer", "refused");
+    assert_eq!(looked, [refused, refused, ("token:worker", "done")]);
+    assert!(log.iter().all(|entry| !format!("{entry:?}").contains(CANARY)));
+    guarded.end().await;
+}
+
+#[tokio::test]
+async fn a_search_does_not_find_what_is_hidden() {
+    let guarded = Guarded::start().await;
+    let operator = guarded.token("worker", Role::Operator);
+    sing(&guarded, &operator).await;
+    let found = async |text: &str| {
+        let answer = guarded.asks(&format!("GET /api/v1/jobs?q={text}"), &operator).await.json();
+        answer["jobs"].as_array().unwrap().len()
+    };
+    assert_eq!(found("anna").await, 1);
+    assert_eq!(found("refused").await, 1);
+    for part in [CANARY, &CANARY[..3]] {
+        assert_eq!(found(part).await, 0, "{part}");
+    }
+    guarded.end().await;
+}
