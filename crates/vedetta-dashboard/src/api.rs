@@ -21,8 +21,10 @@ use vedetta_runtime::Handle;
 use crate::error::ApiError;
 use crate::input::JsonBody;
 use crate::json::Json;
+use crate::live::{self, Crew, Live};
+use crate::observe::Observed;
 use crate::stages::{self, Stages};
-use crate::{guard, jobs, kv, leases, openapi, page, queues, watch, watchers};
+use crate::{guard, hub, jobs, kv, leases, metrics, openapi, page, queues, watch, watchers};
 
 /// Bytes of a request's body.
 const BODY: usize = 2 << 20;
@@ -33,7 +35,8 @@ pub struct Api {
     pub(crate) store: Store,
     pub(crate) watchers: BTreeMap<String, Watched>,
     pub(crate) stages: Option<Arc<Stages>>,
-    pub(crate) jobs: Option<Arc<dyn Ledger>>,
+    pub(crate) jobs: Option<Arc<Observed>>,
+    pub(crate) crew: Option<Arc<dyn Crew>>,
     pub(crate) kinds: Kinds,
     pub(crate) ending: CancellationToken,
     pub(crate) limits: Limits,
@@ -82,6 +85,7 @@ impl Api {
             watchers: BTreeMap::new(),
             stages: None,
             jobs: None,
+            crew: None,
             kinds: Kinds::default(),
             ending: CancellationToken::new(),
             limits: Limits::default(),
@@ -109,10 +113,23 @@ impl Api {
         self
     }
 
-    /// The same with the jobs of a database.
+    /// The same with the jobs of a database, in which others may work, too.
     #[must_use]
-    pub fn jobs(mut self, jobs: Arc<dyn Ledger>) -> Self {
+    pub fn jobs(self, jobs: Arc<dyn Ledger>) -> Self {
+        self.observed(Observed::new(jobs))
+    }
+
+    /// The same with jobs that are seen at work by whoever else was given them.
+    #[must_use]
+    pub fn observed(mut self, jobs: Arc<Observed>) -> Self {
         self.jobs = Some(jobs);
+        self
+    }
+
+    /// The same with somebody who knows the workers.
+    #[must_use]
+    pub fn crew(mut self, crew: Arc<dyn Crew>) -> Self {
+        self.crew = Some(crew);
         self
     }
 
@@ -145,6 +162,7 @@ pub(crate) struct Context {
     pub(crate) watchers: Arc<BTreeMap<String, Watched>>,
     pub(crate) stages: Option<Arc<Stages>>,
     pub(crate) jobs: Option<Arc<dyn Ledger>>,
+    pub(crate) live: Arc<Live>,
     pub(crate) kinds: Arc<Kinds>,
     pub(crate) ending: CancellationToken,
     pub(crate) limits: Arc<Limits>,
@@ -219,10 +237,13 @@ pub(crate) fn routes() -> Vec<Route> {
         post("/api/v1/queues/{queue}/take", queues::take),
         get("/api/v1/queues/{queue}/wake", queues::wake),
         post("/api/v1/compact", compact),
-        get("/api/v1/overview", overview),
+        get("/api/v1/overview", live::overview),
+        get("/api/v1/stats", live::stats),
+        get("/api/v1/events", hub::events),
         get("/api/v1/openapi.json", openapi::document),
         get("/healthz", healthz),
         get("/readyz", readyz),
+        get("/metrics", metrics::metrics),
     ]
 }
 
@@ -234,6 +255,7 @@ pub(crate) fn router(context: Context) -> Router {
         .fallback(async || ApiError::no_such_route())
         .method_not_allowed_fallback(async || ApiError::wrong_method())
         .layer(DefaultBodyLimit::max(BODY))
+        .layer(middleware::from_fn_with_state(context.clone(), metrics::count))
         .layer(middleware::from_fn_with_state(context.clone(), guard::check))
         .with_state(context)
 }
@@ -263,28 +285,6 @@ async fn readyz(State(context): State<Context>) -> (StatusCode, Json<Health>) {
     } else {
         (StatusCode::OK, Json(Health::new("ready")))
     }
-}
-
-#[derive(Serialize)]
-struct Overview {
-    revision: u64,
-    oldest: u64,
-    keys: usize,
-    leases: usize,
-    watchers: usize,
-    size: u64,
-}
-
-async fn overview(State(context): State<Context>) -> Json<Overview> {
-    let status = context.store.status();
-    Json(Overview {
-        revision: status.revision.0,
-        oldest: status.compacted.0,
-        keys: status.existing,
-        leases: status.leases,
-        watchers: status.watchers,
-        size: status.size,
-    })
 }
 
 #[derive(Deserialize)]

@@ -20,8 +20,8 @@ const HEADERS: [(HeaderName, HeaderValue); 8] = [
         header::CONTENT_SECURITY_POLICY,
         HeaderValue::from_static(
             "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; \
-             connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; \
-             require-trusted-types-for 'script'",
+             connect-src 'self'; worker-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; \
+             require-trusted-types-for 'script'; trusted-types vedetta",
         ),
     ),
     (header::X_FRAME_OPTIONS, HeaderValue::from_static("DENY")),
@@ -53,7 +53,12 @@ pub(crate) async fn check(
         Ok(()) => next.run(request).await,
         Err(refused) => refused.into_response(),
     };
+    let kept = response.headers().get(header::CACHE_CONTROL).cloned();
     response.headers_mut().extend(HEADERS);
+    // Only what has its hash in its address says that it may be.
+    if let Some(kept) = kept {
+        response.headers_mut().insert(header::CACHE_CONTROL, kept);
+    }
     response
 }
 

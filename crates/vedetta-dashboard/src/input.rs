@@ -68,21 +68,26 @@ impl<S: Sync> FromRequestParts<S> for Query {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, ApiError> {
+        Ok(Self::parse(parts.uri.query().unwrap_or_default()))
+    }
+}
+
+impl Query {
+    /// Of an address, or of a form.
+    pub(crate) fn parse(text: &str) -> Self {
         let decode = |text: &str| {
             let spaced: Vec<u8> =
                 text.bytes().map(|byte| if byte == b'+' { b' ' } else { byte }).collect();
             percent_decode(&spaced).collect::<Vec<u8>>()
         };
-        let pieces = parts.uri.query().unwrap_or_default().split('&');
+        let pieces = text.split('&');
         let pairs = pieces.filter(|piece| !piece.is_empty()).map(|piece| {
             let (name, value) = piece.split_once('=').unwrap_or((piece, ""));
             (String::from_utf8_lossy(&decode(name)).into_owned(), decode(value))
         });
-        Ok(Self(pairs.collect()))
+        Self(pairs.collect())
     }
-}
 
-impl Query {
     /// Takes a parameter out.
     pub(crate) fn bytes(&mut self, name: &str) -> Option<Vec<u8>> {
         let place = self.0.iter().position(|(given, _)| given == name)?;

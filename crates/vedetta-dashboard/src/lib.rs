@@ -11,18 +11,25 @@
 mod api;
 mod error;
 mod guard;
+mod hub;
 mod input;
 mod jobs;
 mod json;
 mod kv;
 mod leases;
+mod live;
+mod metrics;
+mod observe;
 mod openapi;
 mod page;
 mod queues;
 mod serve;
 mod stages;
+mod stats;
 mod watch;
 mod watchers;
 
 pub use api::{Api, Limits};
+pub use live::{Crew, WorkerRow};
+pub use observe::Observed;
 pub use serve::serve;

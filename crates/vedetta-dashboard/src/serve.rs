@@ -7,10 +7,13 @@ use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use vedetta_net::{Patient, accept};
 
 use crate::api::{Api, Context, Limits, router};
+use crate::hub;
+use crate::live::Live;
 
 /// Serves until `stop`; then accepts nothing new, ends watches, finishes the requests that run, and
 /// returns. A client that does not take its answer holds this up for a second. Dropped, it lets go of all connections at once.
@@ -21,13 +24,17 @@ pub async fn serve(listener: TcpListener, api: Api, stop: CancellationToken) {
         store: api.store,
         watchers: Arc::new(api.watchers),
         stages: api.stages,
-        jobs: api.jobs,
+        jobs: api.jobs.clone().map(|jobs| jobs as _),
+        live: Arc::new(Live { observed: api.jobs, crew: api.crew, ..Live::default() }),
         kinds: Arc::new(api.kinds),
         ending: api.ending,
         limits: Arc::clone(&limits),
         stop: stop.clone(),
         listening: address.ip(),
     };
+    // Ends with this, also when it is dropped.
+    let mut watching = JoinSet::new();
+    watching.spawn(hub::run(context.clone(), stop.clone()));
     let router = router(context);
     let talk = |stream| converse(stream, router.clone(), Arc::clone(&limits), stop.clone());
     accept(listener, limits.connections, stop.clone(), talk).await;
