@@ -408,13 +408,12 @@ fn told(event: &KvEvent) -> Value {
         Change::Delete { key, .. } => ("expire", key, None),
     };
     let cut = value.map(|value| {
-        let end = VALUE.min(value.len());
+        let start = &value[..VALUE.min(value.len())];
         // Not in the middle of a character, where there are characters.
-        let end = (end.saturating_sub(3)..=end)
-            .rev()
-            .find(|end| std::str::from_utf8(&value[..*end]).is_ok())
-            .unwrap_or(end);
-        &value[..end]
+        match std::str::from_utf8(start) {
+            Err(wrong) if wrong.error_len().is_none() => &start[..wrong.valid_up_to()],
+            _ => start,
+        }
     });
     let told = Told {
         revision: event.revision.0,

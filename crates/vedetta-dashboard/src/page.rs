@@ -118,8 +118,8 @@ impl<S: Send + Sync> FromRequestParts<S> for Visit {
     async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Self::Rejection> {
         let cookies = parts.headers.get_all(header::COOKIE).iter();
         let mut cookies =
-            cookies.find_map(|value| value.to_str().ok()).flat_map(|all| all.split(';'));
-        let theme = cookies.filter_map(|one| one.trim().strip_prefix(THEME)?.strip_prefix('='));
+            cookies.filter_map(|value| value.to_str().ok()).flat_map(|all| all.split(';'));
+        let theme = cookies.find_map(|one| one.trim().strip_prefix(THEME)?.strip_prefix('='));
         let query = parts.uri.query().unwrap_or_default();
         let said = query.split('&').find_map(|pair| pair.strip_prefix("said="));
         let rest: Vec<&str> = query

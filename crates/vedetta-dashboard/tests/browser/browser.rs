@@ -1,15 +1,17 @@
 //! A browser that is told what to do, and ends with its test.
 
-use std::io::{Read as _, Write as _};
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
 use std::process::Stdio;
 use std::time::Duration;
 
+use base64::Engine as _;
+use base64::prelude::BASE64_STANDARD;
 use fantoccini::elements::Element;
 use fantoccini::{Client, ClientBuilder, Locator};
 use hyper_util::client::legacy::connect::HttpConnector;
 use serde_json::{Value, json};
-use tokio::io::{AsyncBufReadExt as _, BufReader};
+use tokio::io::AsyncBufReadExt as _;
 use tokio::process::{Child, Command};
 
 use crate::support::PATIENCE;
@@ -58,7 +60,7 @@ impl Browser {
             .kill_on_drop(true)
             .spawn()
             .expect("chromedriver is not there: apt-get install chromium chromium-driver fonts-dejavu-core");
-        let mut lines = BufReader::new(process.stdout.take().unwrap()).lines();
+        let mut lines = tokio::io::BufReader::new(process.stdout.take().unwrap()).lines();
         let port: u16 = loop {
             let line = tokio::time::timeout(PATIENCE, lines.next_line()).await;
             let line = line.expect("it starts").unwrap().expect("it says its port");
@@ -93,34 +95,41 @@ impl Browser {
 
     /// Something that the driver can do beyond the standard.
     fn command(&self, method: &str, path: &str, body: &Value) -> Value {
-        tell(self.driver, method, &format!("/session/{}{path}", self.session), body)
+        let path = format!("/session/{}{path}", self.session);
+        let answer = tell(self.driver, method, &path, body);
+        answer.unwrap_or_else(|error| panic!("the driver did not do {path}: {error}"))
     }
 
     /// What the browser complained of since the last call.
     pub(crate) fn complaints(&self) -> Vec<String> {
         let log = self.command("POST", "/se/log", &json!({ "type": "browser" }));
-        let entries = log["value"].as_array().cloned().unwrap_or_default();
+        let entries = log["value"].as_array().unwrap_or_else(|| panic!("no log: {log}"));
         let bad =
             entries.iter().filter(|entry| entry["level"] != "INFO" && entry["level"] != "DEBUG");
         bad.map(|entry| entry["message"].as_str().unwrap_or_default().to_owned()).collect()
+    }
+
+    /// Something of the browser's own protocol.
+    fn protocol(&self, what: &str, params: &Value) -> Value {
+        let command = json!({ "cmd": what, "params": params });
+        self.command("POST", "/goog/cdp/execute", &command)["value"].clone()
     }
 
     /// Has the window be that wide.
     pub(crate) fn width(&self, width: u32) {
         let params =
             json!({ "width": width, "height": 900, "deviceScaleFactor": 1, "mobile": false });
-        let command = json!({ "cmd": "Emulation.setDeviceMetricsOverride", "params": params });
-        self.command("POST", "/goog/cdp/execute", &command);
+        self.protocol("Emulation.setDeviceMetricsOverride", &params);
     }
 
     /// A picture of the whole page.
     pub(crate) fn picture(&self) -> Vec<u8> {
-        use base64::Engine as _;
-        let params = json!({ "captureBeyondViewport": true });
-        let command = json!({ "cmd": "Page.captureScreenshot", "params": params });
-        let answer = self.command("POST", "/goog/cdp/execute", &command);
-        let data = answer["value"]["data"].as_str().expect("a picture");
-        base64::prelude::BASE64_STANDARD.decode(data).unwrap()
+        let mut clip = self.protocol("Page.getLayoutMetrics", &json!({}))["cssContentSize"].clone();
+        clip["scale"] = json!(1);
+        let params = json!({ "captureBeyondViewport": true, "clip": clip });
+        let taken = self.protocol("Page.captureScreenshot", &params);
+        let data = taken["data"].as_str().expect("a picture");
+        BASE64_STANDARD.decode(data).expect("it is base64")
     }
 
     pub(crate) async fn goto(&self, server: SocketAddr, path: &str) {
@@ -181,26 +190,32 @@ impl Browser {
 /// The browser is told to end, however the test did.
 impl Drop for Browser {
     fn drop(&mut self) {
-        self.command("DELETE", "", &Value::Null);
+        let _ = tell(self.driver, "DELETE", &format!("/session/{}", self.session), &Value::Null);
     }
 }
 
-/// One request to the driver.
-fn tell(driver: SocketAddr, method: &str, path: &str, body: &Value) -> Value {
-    let send = || -> std::io::Result<String> {
-        let mut line = TcpStream::connect(driver)?;
-        line.set_read_timeout(Some(PATIENCE))?;
-        let body = if body.is_null() { String::new() } else { body.to_string() };
-        let head = format!(
-            "{method} {path} HTTP/1.1\r\nHost: {driver}\r\nConnection: close\r\nContent-Length: {}\r\n\r\n",
-            body.len()
-        );
-        line.write_all((head + &body).as_bytes())?;
-        let mut answer = String::new();
-        line.read_to_string(&mut answer)?;
-        Ok(answer)
-    };
-    let answer = send().unwrap_or_default();
-    let body = answer.split_once("\r\n\r\n").map_or("", |(_, body)| body);
-    serde_json::from_str(body).unwrap_or_default()
+/// One request to the driver, which leaves the line open after its answer.
+fn tell(driver: SocketAddr, method: &str, path: &str, body: &Value) -> std::io::Result<Value> {
+    let mut line = BufReader::new(TcpStream::connect(driver)?);
+    line.get_ref().set_read_timeout(Some(PATIENCE))?;
+    let body = if body.is_null() { String::new() } else { body.to_string() };
+    let length = body.len();
+    let head =
+        format!("{method} {path} HTTP/1.1\r\nHost: {driver}\r\nContent-Length: {length}\r\n\r\n");
+    line.get_mut().write_all((head + &body).as_bytes())?;
+    let mut length = 0;
+    loop {
+        let mut header = String::new();
+        line.read_line(&mut header)?;
+        match header.trim_end().split_once(':') {
+            Some((name, value)) if name.eq_ignore_ascii_case("content-length") => {
+                length = value.trim().parse().map_err(std::io::Error::other)?;
+            }
+            None if header.trim_end().is_empty() => break,
+            _ => {}
+        }
+    }
+    let mut answer = vec![0; length];
+    line.read_exact(&mut answer)?;
+    Ok(serde_json::from_slice(&answer)?)
 }
