@@ -7,6 +7,8 @@ const HEIGHT = 220;
 const EVERY = 5000; // milliseconds between two looks
 const HUES = ["--accent", "--good", "--wait", "--scheduled", "--bad", "--paused", "--cancelled", "--muted"];
 
+const WHOLE = Array.from({ length: 8 }, (_, n) => [1, 2, 5].map((step) => step * 10 ** n)).flat();
+
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const time = (ms) => (ms === null || ms === undefined ? "–" : span(ms));
 
@@ -38,7 +40,7 @@ function options(width, { lines, text = number, bars = false }) {
     width: 2,
     dash: n === 1 ? [6, 3] : undefined, // told apart without colours, too
     fill: bars && n === 0 ? `${color(hue)}33` : undefined,
-    points: { show: false },
+    points: { show: text === time, size: 5, fill: color(hue) }, // what has nothing beside it is seen, too
     spanGaps: false,
     value: (_, value) => (value === null ? "–" : text(value)),
   }));
@@ -48,7 +50,7 @@ function options(width, { lines, text = number, bars = false }) {
     cursor: { y: false, drag: { x: false, y: false } },
     legend: { live: true },
     scales: { y: { range: (_, __, most) => [0, Math.max(most * 1.1, 1)] } },
-    axes: [axis, { ...axis, size: 64, values: (_, ticks) => ticks.map((tick) => text(tick)) }],
+    axes: [axis, { ...axis, size: 64, incrs: text === number ? WHOLE : undefined, values: (_, ticks) => ticks.map((tick) => text(tick)) }],
     series: [{ value: (_, at) => (at === null ? "–" : new Date(at * 1000).toLocaleTimeString()) }, ...series],
   };
 }

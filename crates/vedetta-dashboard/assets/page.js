@@ -230,12 +230,47 @@ function worker(thing) {
   table.append(tr);
 }
 
+// What is wrong with the ids of a watcher: read when it changes, once a second at most.
+const asked = new Map();
+function troubles({ name }) {
+  if (page !== "watchers" || asked.has(name)) return;
+  asked.set(name, setTimeout(async () => {
+    asked.delete(name);
+    const found = await ask(`watchers/${encodeURIComponent(name)}?limit=20`).catch(() => null);
+    const [head] = row("watcher", name);
+    if (found === null || head === undefined) return;
+    const rows = found.troubles.map((trouble) => {
+      const why = (trouble.unreadable ?? []).map(({ key_type, error }) => `cannot read ${key_type}: ${error}`);
+      const again = trouble.retry_in_ms === undefined ? "" : `, again in ${span(trouble.retry_in_ms)}`;
+      if (trouble.error !== undefined) why.unshift(`failed ${trouble.failures} times${again}: ${trouble.error}`);
+      const tr = clone("trouble-row");
+      tr.dataset.of = name;
+      fill(tr, { id: trouble.id ?? `base64 ${trouble.id_b64}`, why: why.join("\n") });
+      return tr;
+    });
+    for (const old of document.querySelectorAll(`tr[data-of="${CSS.escape(name)}"]`)) old.remove();
+    head.after(...rows);
+  }, 1000));
+}
+
+// How fast a stage goes, by what was done when it was last told.
+const paces = new Map();
+function pace(stage) {
+  const name = `${JSON.stringify(stage.entity)} ${JSON.stringify(stage.stage)}`;
+  const last = paces.get(name);
+  const at = Date.now();
+  const rate = last && at > last.at ? Math.round(((stage.done - last.done) * 1000) / (at - last.at)) : undefined;
+  if (last === undefined || at - last.at >= 900) paces.set(name, { at, done: stage.done });
+  row("stage", name).forEach((node) => fill(node, rate === undefined ? stage : { ...stage, rate }));
+}
+
 on("job", job);
 on("queue", each("queue", (queue) => queue.name));
 on("worker", each("worker", (worker) => worker.id));
 on("worker", worker);
-on("stage", each("stage", ({ entity, stage }) => `${JSON.stringify(entity)} ${JSON.stringify(stage)}`));
+on("stage", pace);
 on("watcher", each("watcher", (watcher) => watcher.name));
+on("watcher", troubles);
 on("kv", ({ changes }) => change(changes));
 on("stats", stats);
 
@@ -269,6 +304,9 @@ setInterval(() => {
   for (const node of document.querySelectorAll('[data-f="took"]')) {
     const { thing } = node.closest("[data-job]") ?? {};
     if (thing?.status === "running") set(node, took(thing));
+  }
+  for (const [name, { at }] of paces) {
+    if (Date.now() - at > 3000) row("stage", name).forEach((node) => set(node.querySelector('[data-f="rate"]'), "0"));
   }
 }, 1000);
 

@@ -85,7 +85,7 @@ impl Tab {
         (Self::Workers, "/workers", "Workers"),
         (Self::Stages, "/stages", "Stages"),
         (Self::Watchers, "/watchers", "Watchers"),
-        (Self::Kv, "/kv", "Keys"),
+        (Self::Kv, "/kv", "Store"),
         (Self::Insights, "/insights", "Insights"),
     ];
 

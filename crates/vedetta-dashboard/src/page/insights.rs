@@ -75,7 +75,7 @@ async fn body(context: &Context, mut query: Query) -> Result<Markup, ApiError> {
             (chart("How many were ready", "depth", range, only, &format!("{} at most", parts::number(deepest.into())), &table("How many were ready", &depths)))
             (chart("Age of the oldest that was ready", "oldest", range, only, &format!("{longest} at most"), &table("Age of the oldest that was ready", &[("Oldest", times(&oldest))])))
         }
-        p.muted { "What was counted since this server started. Of what waited, 20 jobs a second are looked at; durations are exact to a factor of two." }
+        p.muted { "What was counted since this server started. How long jobs waited is told of up to 20 at a look; durations are exact to a factor of two." }
     })
 }
 

@@ -97,7 +97,7 @@ pub(super) fn pages(to: &str, which: &Which, shown: usize, next: Option<String>)
             span.muted {
                 @if shown == 0 && next.is_some() { "None among those that were looked at; there are older ones." }
                 @else if shown == 0 { "No job is like that." }
-                @else { (shown) " shown" @if next.is_none() { ", the last" } }
+                @else { (shown) " shown" @if next.is_none() { ", there are no older ones" } }
             }
             @if which.cursor.is_some() { a href=(narrowed(to, which, None)) { "‹ Newest" } }
             @if let Some(next) = next { a href=(narrowed(to, which, Some(&next))) { "Older ›" } }

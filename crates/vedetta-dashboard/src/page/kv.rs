@@ -24,7 +24,7 @@ const VALUE: usize = 200;
 
 pub(super) async fn page(State(context): State<Context>, visit: Visit, query: Query) -> Response {
     let body = body(&context, query).await;
-    visit.show(&context, Tab::Kv, "Keys", body)
+    visit.show(&context, Tab::Kv, "Store", body)
 }
 
 /// Bytes for people: cut short, and as base64 if they are no text.

@@ -84,28 +84,35 @@ fn watched(context: &Context, visit: &Visit, mut query: Query) -> Result<Markup,
                     td.actions { (action(context, &visit.here, &format!("/watchers/{}/resync", part(name)), "Resync", &format!("watcher {name}"))) }
                 }
                 @for (id, trouble) in context.watchers.get(name).map(|watched| watched.handle.troubles(SHOWN as usize)).unwrap_or_default() {
-                    (troubled(&String::from_utf8_lossy(id.as_bytes()), &trouble))
+                    (troubled(name, Some((&String::from_utf8_lossy(id.as_bytes()), &trouble))))
                 }
             }
         }
     };
-    Ok(parts::table("Watchers", &heads, &body))
+    Ok(html! {
+        (parts::table("Watchers", &heads, &body))
+        template #trouble-row { (troubled("", None)) }
+    })
 }
 
-fn troubled(id: &str, trouble: &Trouble) -> Markup {
+/// What is wrong with an id; without one, the row that scripts fill.
+fn troubled(watcher: &str, found: Option<(&str, &Trouble)>) -> Markup {
+    let (id, why) = found.map(|(id, trouble)| (visible(id), said(trouble))).unwrap_or_default();
     html! {
-        tr.trouble {
-            td colspan="12" {
-                code { (visible(id)) }
-                @if let Some(error) = &trouble.error {
-                    " failed " (trouble.failures) " times"
-                    @if let Some(wait) = trouble.retry_in { ", again in " (span(wait)) }
-                    ": " span.long { (visible(error)) }
-                }
-                @for (key_type, error) in &trouble.unreadable { " cannot read " (visible(key_type)) ": " span.long { (visible(error)) } }
-            }
-        }
+        tr.trouble data-of=(watcher) { td colspan="12" { code data-f="id" { (id) } " " span.long data-f="why" { (why) } } }
     }
+}
+
+fn said(trouble: &Trouble) -> String {
+    let mut why = Vec::new();
+    if let Some(error) = &trouble.error {
+        let again = trouble.retry_in.map(|wait| format!(", again in {}", span(wait)));
+        let times = trouble.failures;
+        why.push(format!("failed {times} times{}: {error}", again.unwrap_or_default()));
+    }
+    let unreadable = trouble.unreadable.iter();
+    why.extend(unreadable.map(|(key_type, error)| format!("cannot read {key_type}: {error}")));
+    visible(&why.join("\n"))
 }
 
 pub(super) async fn stages(State(context): State<Context>, visit: Visit, query: Query) -> Response {
@@ -134,6 +141,7 @@ async fn staged(context: &Context, visit: &Visit, mut query: Query) -> Result<Ma
         ("Parked", true),
         ("Oldest due", true),
         ("Done", true),
+        ("A second", true),
         ("Failed", true),
     ];
     let mut parked = Vec::new();
@@ -150,7 +158,9 @@ async fn staged(context: &Context, visit: &Visit, mut query: Query) -> Result<Ma
                     td.name { (text(row, "stage")) }
                     (count(row, "records")) (count(row, "due")) (count(row, "held")) (count(row, "failing")) (count(row, "parked"))
                     td.number data-f="oldest_due_ms" data-b="ms" { (row["oldest_due_ms"].as_u64().map_or("–".into(), |ms| span(std::time::Duration::from_millis(ms)))) }
-                    (count(row, "done")) (count(row, "failed"))
+                    (count(row, "done"))
+                    td.number data-f="rate" data-b="number" {}
+                    (count(row, "failed"))
                 }
             }
         }

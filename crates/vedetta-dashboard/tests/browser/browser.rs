@@ -117,17 +117,23 @@ impl Browser {
 
     /// Has the window be that wide.
     pub(crate) fn width(&self, width: u32) {
+        self.size(width, 900.0);
+    }
+
+    fn size(&self, width: u32, height: f64) {
+        let height = height.ceil();
         let params =
-            json!({ "width": width, "height": 900, "deviceScaleFactor": 1, "mobile": false });
+            json!({ "width": width, "height": height, "deviceScaleFactor": 1, "mobile": false });
         self.protocol("Emulation.setDeviceMetricsOverride", &params);
     }
 
-    /// A picture of the whole page.
-    pub(crate) fn picture(&self) -> Vec<u8> {
-        let mut clip = self.protocol("Page.getLayoutMetrics", &json!({}))["cssContentSize"].clone();
-        clip["scale"] = json!(1);
-        let params = json!({ "captureBeyondViewport": true, "clip": clip });
-        let taken = self.protocol("Page.captureScreenshot", &params);
+    /// A picture of the whole page, that wide.
+    pub(crate) fn picture(&self, width: u32) -> Vec<u8> {
+        let size = self.protocol("Page.getLayoutMetrics", &json!({}))["cssContentSize"].clone();
+        // What is out of sight is not drawn.
+        self.size(width, size["height"].as_f64().unwrap_or(900.0));
+        let taken = self.protocol("Page.captureScreenshot", &json!({}));
+        self.width(width);
         let data = taken["data"].as_str().expect("a picture");
         BASE64_STANDARD.decode(data).expect("it is base64")
     }

@@ -177,7 +177,7 @@ async fn every_page_is_complete_in_every_theme_and_width() {
                 if let Some(folder) = &folder {
                     std::fs::write(
                         folder.join(format!("{name}-{theme}-{width}.png")),
-                        browser.picture(),
+                        browser.picture(width),
                     )
                     .unwrap();
                 }
@@ -185,6 +185,8 @@ async fn every_page_is_complete_in_every_theme_and_width() {
         }
     }
     faults.extend(browser.complaints());
+    browser.run("console.error('heard')").await;
+    assert!(browser.complaints().concat().contains("heard"), "complaints are heard");
     assert!(faults.is_empty(), "{}", faults.join("\n"));
     drop(browser);
     for worker in workers {
@@ -225,7 +227,7 @@ async fn the_picture_of_the_overview_is_made() {
     }
     let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/pictures");
     std::fs::create_dir_all(&folder).unwrap();
-    std::fs::write(folder.join("overview.png"), browser.picture()).unwrap();
+    std::fs::write(folder.join("overview.png"), browser.picture(1280)).unwrap();
     drop(browser);
     for worker in workers {
         worker.stop(Duration::ZERO).await;
