@@ -13,7 +13,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tracing_subscriber::EnvFilter;
 use vedetta::access::Access;
-use vedetta::dashboard::{self, Api};
+use vedetta::dashboard::{self, Api, Observed};
 use vedetta::db::postgres::Postgres;
 use vedetta::db::{self, DataFolder, Db, FolderError};
 use vedetta::etcd::{self, Endpoint};
@@ -95,7 +95,13 @@ async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Resu
     let ending = CancellationToken::new();
     let api = Api::new(store.clone()).ending(ending.clone());
     let (api, ledger, streams) = open_jobs(config, db, api).await?;
-    let mut api = api.jobs(Arc::clone(&ledger)).kinds(config.kinds()?);
+    // What our workers do is seen, too. In the file alone nobody else settles anything.
+    let observed = match config.jobs.at()? {
+        JobsAt::Embedded => Observed::alone(ledger),
+        _ => Observed::new(ledger),
+    };
+    let ledger: Arc<dyn Ledger> = Arc::clone(&observed) as _;
+    let mut api = api.observed(observed).kinds(config.kinds()?);
     let access = Access::open(data)?;
     let own = own(config, &access, http, http_tls.is_some())?;
     api = api.access(access, config.auth.enabled).hosts(config.http.hosts.clone());

@@ -1,287 +1,347 @@
-// Shows the store live: the numbers from the overview, the changes from a watch on all keys, and the
-// watchers, if there are any, as often as the numbers.
-// What comes from the store is only ever set as text.
+// Keeps a page live. The server rendered it; here values change in place, rows are cloned from its templates,
+// and whatever comes from a job or a key is only ever set as text.
 
-const SHOWN = 50; // changes on the page
-const VALUE = 200; // characters of a value
-const TROUBLES = 20; // ids shown of those that a watcher has trouble with
-const SIGNS = { put: "✓ put", delete: "✕ delete", expire: "◌ expire" };
+import { ago, indented, look, number, setNow, size, span, took, visible } from "./format.js";
+import { on, start as listen } from "./live.js";
+import { start as draw } from "./chart.js";
 
-const line = document.getElementById("line");
-const changes = document.getElementById("changes");
-const nothing = document.getElementById("nothing");
-const numbers = new Intl.NumberFormat("en");
-
-function say(state, text) {
-  line.dataset.state = state;
-  line.textContent = text;
-}
-
-function size(bytes) {
-  const units = ["B", "kB", "MB", "GB", "TB"];
-  let unit = 0;
-  while (bytes >= 1000 && unit < units.length - 1) {
-    bytes /= 1000;
-    unit += 1;
-  }
-  return `${unit === 0 ? bytes : bytes.toFixed(1)} ${units[unit]}`;
-}
+const page = document.documentElement.dataset.page;
+const byId = (id) => document.getElementById(id);
+const row = (kind, id) => document.querySelectorAll(`[data-${kind}="${CSS.escape(id)}"]`);
 
 async function ask(path) {
-  const answer = await fetch(`api/v1/${path}`);
+  const answer = await fetch(`/api/v1/${path}`);
   if (!answer.ok) throw new Error(`${path} answered ${answer.status}`);
   return answer.json();
 }
 
-// What changes something goes with the token of this session.
-async function tell(path) {
-  const { csrf } = await ask("session");
-  return fetch(`api/v1/${path}`, { method: "POST", headers: { "X-Vedetta-CSRF": csrf } });
+function set(node, text) {
+  if (node.textContent !== text) node.textContent = text;
 }
 
-async function overview() {
-  const [now] = await Promise.all([ask("overview"), watchers(), stages().catch(noStages)]);
-  for (const tile of document.querySelectorAll("[data-tile]")) {
-    const number = now[tile.dataset.tile];
-    tile.textContent = tile.dataset.tile === "size" ? size(number) : numbers.format(number);
+// What a field shows that is not just its value.
+const derived = {
+  tries: (job) => (job.max_attempts === undefined ? "" : `${job.attempts}/${job.max_attempts}`),
+  took: (job) => took(job),
+  note: (job) => (job.status === "running" ? job.message : (job.status !== "done" && job.error) || job.message),
+  percent: (job) => `${Math.round(job.progress * 100)} %`,
+};
+
+// How a value is shown.
+const ways = {
+  number: (node, value) => set(node, number(value)),
+  ms: (node, value) => set(node, value === undefined || value === null ? "–" : span(value)),
+  size: (node, value) => set(node, size(value)),
+  ago(node, value) {
+    if (!value) return;
+    node.setAttribute("datetime", value);
+    node.title = value;
+    set(node, ago(value));
+  },
+  status(node, value, thing) {
+    const word = thing.run_at === undefined ? value : look(thing);
+    node.dataset.s = word;
+    set(node, word);
+  },
+  plain(node, value) {
+    node.dataset.s = value;
+    set(node, visible(value));
+  },
+  progress(node, value, job) {
+    node.value = value;
+    node.hidden = node.dataset.always === undefined && job.status !== "running";
+  },
+  job(node, value) {
+    node.href = `/jobs/${encodeURIComponent(value)}`;
+    set(node, String(value));
+  },
+  kind(node, value) {
+    node.href = `/jobs?kind=${encodeURIComponent(value)}`;
+    set(node, value);
+  },
+  queue(node, value) {
+    node.href = `/jobs?queue=${encodeURIComponent(value)}`;
+    set(node, value);
+  },
+};
+
+function fill(root, thing) {
+  for (const node of root.querySelectorAll("[data-f]")) {
+    const name = node.dataset.f;
+    const value = name in derived ? derived[name](thing) : thing[name];
+    const way = ways[node.dataset.b];
+    if (way) way(node, value, thing);
+    else if (value !== undefined || name in derived) set(node, visible(value ?? (node.tagName === "DD" ? "–" : "")));
   }
-  return now;
+  const state = thing.status ?? thing.mode;
+  for (const node of root.querySelectorAll("[data-when]")) node.hidden = !node.dataset.when.split(" ").includes(state);
+  root.thing = thing;
 }
 
-function cell(name, text) {
-  const td = document.createElement("td");
-  td.className = name;
-  td.textContent = text;
-  return td;
+function clone(template) {
+  return byId(template).content.firstElementChild.cloneNode(true);
 }
 
-// Control characters and those that turn the direction of text are shown, not obeyed.
-function visible(text) {
-  return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g,
-    (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`);
+// Nobody has rows move under the pointer or the focus.
+const isInUse = (node) => node.matches(":hover") || node.contains(document.activeElement);
+
+function begun(name) {
+  for (const node of document.querySelectorAll(`[data-until="${name}"]`)) node.remove();
 }
 
-function text(entry, name) {
-  const found = entry[name] ?? (entry[`${name}_b64`] === undefined ? "" : `base64 ${entry[`${name}_b64`]}`);
-  return visible(found.length > VALUE ? `${found.slice(0, VALUE)}…` : found);
+// --- jobs ---
+
+const jobs = byId("jobs");
+const newer = byId("newer");
+const unseen = new Set();
+
+function fits(job) {
+  const query = new URLSearchParams(jobs.dataset.query);
+  if (jobs.dataset.first === undefined || query.has("q")) return false;
+  const wanted = (name, value) => !query.has(name) || query.get(name) === value;
+  return wanted("status", job.status) && wanted("queue", job.queue) && wanted("kind", job.kind) &&
+    (!query.has("tag") || (job.tags ?? []).includes(query.get("tag")));
 }
 
-function row(revision, event) {
-  const tr = document.createElement("tr");
-  const what = cell("what", SIGNS[event.type] ?? event.type);
-  what.dataset.type = event.type;
-  tr.append(cell("number", revision), what, cell("key", text(event, "key")), cell("value", text(event, "value")));
-  return tr;
-}
-
-function watcherRow(watcher) {
-  const tr = document.createElement("tr");
-  const phase = cell("what", watcher.phase);
-  phase.dataset.type = watcher.phase;
-  const button = document.createElement("button");
-  button.type = "button";
-  button.textContent = "Resync";
-  button.dataset.watcher = watcher.name;
-  button.setAttribute("aria-label", `Resync ${watcher.name}`);
-  const action = cell("what", "");
-  action.append(button);
-  const count = (name) => cell("number", numbers.format(watcher[name]));
-  const failing = count("failing");
-  failing.dataset.type = watcher.failing > 0 ? "some" : "none";
-  tr.append(cell("key", watcher.name), cell("key", text(watcher, "prefix")), phase, count("ids"), count("running"),
-    count("waiting"), failing, cell("value", text(watcher, "last_error")), action);
-  return tr;
-}
-
-function troubleRow(trouble) {
-  const why = (trouble.unreadable ?? []).map(({ key_type, error }) => `cannot read ${key_type}: ${error}`);
-  if (trouble.error !== undefined) {
-    const wait = (trouble.retry_in_ms / 1000).toFixed(1);
-    why.unshift(`failed ${trouble.failures} times, again in ${wait} s: ${trouble.error}`);
+function newJob(job) {
+  if (!fits(job)) {
+    unseen.delete(job.id);
+  } else if (jobs.rows.length > 0 && job.id < Number(jobs.rows[0].dataset.job)) {
+    return; // it was moved into the list from further down
+  } else {
+    unseen.add(job.id);
   }
-  const td = cell("trouble", `${text(trouble, "id")}: ${visible(why.join("\n").slice(0, 5 * VALUE))}`);
-  td.colSpan = 9;
-  const tr = document.createElement("tr");
-  tr.append(td);
-  return tr;
+  if (newer === null) return;
+  newer.hidden = unseen.size === 0;
+  set(newer, `▲ ${unseen.size} new`);
 }
 
-// Something runs or fails, which changes without a change in the store.
-let busy = false;
-let working = false;
+const news = byId("news");
+const told = new Map([...(news?.children ?? [])].map(({ dataset }) => [Number(dataset.job), dataset.status]));
 
-async function watchers() {
-  const { watchers: all } = await ask("watchers");
-  const rows = [];
-  for (const watcher of all) {
-    rows.push(watcherRow(watcher));
-    if (watcher.failing + watcher.unreadable > 0) {
-      const { troubles } = await ask(`watchers/${encodeURIComponent(watcher.name)}?limit=${TROUBLES}`);
-      rows.push(...troubles.map(troubleRow));
-    }
-  }
-  busy = all.some(({ phase, running, waiting, failing }) => running + waiting + failing > 0 || phase !== "following");
-  const section = document.getElementById("watchers");
-  const focused = document.activeElement?.dataset.watcher;
-  section.hidden = all.length === 0;
-  section.querySelector("tbody").replaceChildren(...rows);
-  if (focused !== undefined) section.querySelector(`button[data-watcher="${CSS.escape(focused)}"]`)?.focus();
+function tell(job) {
+  if (news === null || job.gone || told.get(job.id) === job.status || isInUse(news)) return;
+  told.set(job.id, job.status);
+  begun("news");
+  const line = clone("news-row");
+  line.dataset.job = job.id;
+  fill(line, job);
+  news.prepend(line);
+  while (news.children.length > 12) news.lastElementChild.remove();
+  if (told.size > 1000) told.clear();
 }
 
-document.getElementById("watchers").addEventListener("click", async ({ target }) => {
-  const name = target.dataset.watcher;
-  if (name === undefined) return;
-  target.disabled = true; // until the row is drawn again
-  // If it cannot be asked, the line above the page says so.
-  await tell(`watchers/${encodeURIComponent(name)}/resync`).catch(() => {});
-  stale = true;
-});
+const one = byId("job");
 
-// What was done when it was last asked, to tell how fast it goes.
-let lastDone = new Map();
-
-function stageRow(stage, rate) {
-  const tr = document.createElement("tr");
-  const count = (name) => cell("number", numbers.format(stage[name]));
-  const alarming = (name) => {
-    const td = count(name);
-    td.dataset.type = stage[name] > 0 ? "some" : "none";
-    return td;
-  };
-  const oldest = stage.oldest_due_ms === undefined ? "" : `${(stage.oldest_due_ms / 1000).toFixed(1)} s`;
-  tr.append(cell("key", visible(stage.entity)), cell("key", visible(stage.stage)), count("records"), count("due"),
-    count("held"), alarming("failing"), alarming("parked"), cell("number", oldest), count("done"),
-    cell("number", rate === undefined ? "" : numbers.format(Math.round(rate))), cell("what", ""));
-  return tr;
+// JSON whose numbers stay as they were written, where the browser can do that.
+function exact(text) {
+  const keep = (_, value, context) => (typeof value === "number" && context?.source && JSON.rawJSON ? JSON.rawJSON(context.source) : value);
+  return JSON.parse(text, keep);
 }
 
-// A record that was set aside, with a way to have it tried again.
-function parkedRow(entity, record) {
-  const button = document.createElement("button");
-  button.type = "button";
-  button.textContent = "Retry";
-  button.dataset.retry = [entity, record.stage, record.id].map(encodeURIComponent).join("/");
-  button.setAttribute("aria-label", `Retry ${record.stage} of ${entity} ${record.id}`);
-  const td = cell("trouble", `${visible(record.stage)} ${visible(record.id)}: failed ${record.failures} times: ${text(record, "error")}`);
-  td.colSpan = 10;
-  const action = cell("what", "");
-  action.append(button);
-  const tr = document.createElement("tr");
-  tr.append(td, action);
-  return tr;
-}
-
-function noteRow(note) {
-  const td = cell("trouble", visible(note));
-  td.colSpan = 11;
-  const tr = document.createElement("tr");
-  tr.append(td);
-  return tr;
-}
-
-async function stages() {
-  const { stages: all } = await ask("stages");
-  const now = Date.now();
-  const done = new Map();
-  const rows = [];
-  for (const stage of all) {
-    const name = JSON.stringify([stage.entity, stage.stage]);
-    const last = lastDone.get(name);
-    // It is counted every second.
-    const isOld = last === undefined || now - last.at >= 1000;
-    done.set(name, isOld ? { at: now, done: stage.done, rate: last && (stage.done - last.done) / (now - last.at) * 1000 } : last);
-    rows.push(stageRow(stage, done.get(name).rate));
-    if (stage.parked > 0) {
-      const query = `parked=true&limit=${TROUBLES}&stage=${encodeURIComponent(stage.stage)}`;
-      const { records } = await ask(`stages/${encodeURIComponent(stage.entity)}?${query}`);
-      rows.push(...records.map((record) => parkedRow(stage.entity, record)));
-      const left = stage.parked - records.length;
-      if (left > 0) rows.push(noteRow(`and ${numbers.format(left)} more: vedetta stage list ${stage.entity} --parked`));
-    }
-  }
-  lastDone = done;
-  // Programs elsewhere work on them: nothing here says when they change.
-  working = all.length > 0;
-  const section = document.getElementById("stages");
-  const focused = document.activeElement?.dataset.retry;
-  section.hidden = all.length === 0;
-  section.querySelector("tbody").replaceChildren(...rows);
-  if (focused !== undefined) section.querySelector(`button[data-retry="${CSS.escape(focused)}"]`)?.focus();
-}
-
-// Their database may be another one than the store's, and away.
-function noStages(error) {
-  const section = document.getElementById("stages");
-  section.hidden = false;
-  section.querySelector("tbody").replaceChildren(noteRow(`The stages cannot be read now: ${error.message}`));
-}
-
-document.getElementById("stages").addEventListener("click", async ({ target }) => {
-  const record = target.dataset.retry;
-  if (record === undefined) return;
-  target.disabled = true; // until the row is drawn again
-  await tell(`stages/${record}/retry`).catch(() => {});
-  stale = true;
-});
-
-// Messages wait here for the next frame; of a flood only the last are drawn.
-let waiting = [];
+// Its log and its result are too long for the stream.
+let reading = false;
 let stale = false;
-
-function draw() {
-  const rows = waiting.slice(-SHOWN).map(([revision, event]) => row(revision, event));
-  waiting = [];
-  changes.prepend(...rows.reverse());
-  while (changes.rows.length > SHOWN) changes.deleteRow(-1);
-  nothing.hidden = changes.rows.length > 0;
-}
-
-function take(message) {
-  const { revision, events } = JSON.parse(message.data);
-  if (waiting.length === 0) requestAnimationFrame(draw);
-  for (const event of events.slice(-SHOWN)) waiting.push([revision, event]);
-  waiting = waiting.slice(-SHOWN);
-  stale = true;
-}
-
-async function follow() {
-  let now;
-  try {
-    now = await overview();
-  } catch {
-    say("waiting", "no connection, trying again");
-    setTimeout(follow, 1000);
+async function read() {
+  if (reading) {
+    stale = true;
     return;
   }
-  changes.replaceChildren();
-  // A little of the past too, so the page does not start empty.
-  const from = Math.max(now.oldest, now.revision - SHOWN + 1, 0);
-  const watch = new EventSource(`api/v1/watch?prefix=&from=${from}`);
-  const again = () => {
-    watch.close();
-    setTimeout(follow, 1000);
-  };
-  watch.addEventListener("open", () => {
-    say("live", "live");
-    overview().catch(() => {}); // it counts this watcher too
-  });
-  watch.addEventListener("kv", take);
-  watch.addEventListener("compacted", again);
-  watch.addEventListener("failed", again);
-  watch.addEventListener("error", () => {
-    say("waiting", "no connection, trying again");
-    if (watch.readyState === EventSource.CLOSED) again();
-  });
+  reading = true;
+  try {
+    const answer = await fetch(`/api/v1/jobs/${one.dataset.job}`);
+    if (answer.status === 404) return gone(one);
+    const text = await answer.text();
+    const job = JSON.parse(text);
+    job.result = job.result === null ? null : indented(JSON.stringify(exact(text).result));
+    const log = one.querySelector('[data-f="log"]');
+    const atEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 4;
+    fill(one, job);
+    for (const section of one.querySelectorAll("[data-has]")) section.hidden = !job[section.dataset.has];
+    if (atEnd) log.scrollTop = log.scrollHeight;
+  } finally {
+    setTimeout(() => {
+      reading = false;
+      if (stale) {
+        stale = false;
+        read().catch(() => {});
+      }
+    }, 250);
+  }
 }
 
-// The numbers at most once a second, at once after changes and now and then without.
-let ticks = 0;
+function gone(node) {
+  node.classList.add("gone");
+  for (const button of node.querySelectorAll("button, summary")) {
+    button.disabled = true;
+  }
+  for (const badge of node.querySelectorAll('.badge[data-f="status"]')) {
+    badge.dataset.s = "gone";
+    set(badge, "deleted");
+  }
+}
+
+function job(told) {
+  if (one !== null && one.dataset.job === String(told.id)) {
+    read().catch(() => {});
+    return;
+  }
+  tell(told);
+  const rows = jobs === null ? [] : jobs.querySelectorAll(`tr[data-job="${CSS.escape(told.id)}"]`);
+  for (const tr of rows) {
+    if (told.gone) gone(tr);
+    else fill(tr, told);
+  }
+  if (rows.length === 0 && jobs !== null && !told.gone) newJob(told);
+}
+
+// --- the rest ---
+
+function stats(now) {
+  for (const node of document.querySelectorAll("[data-stat]")) {
+    const value = node.dataset.stat.split(".").reduce((thing, name) => thing?.[name], now);
+    ways[node.dataset.b](node, value);
+  }
+}
+
+function change(changes) {
+  const table = byId("changes");
+  if (table === null) return;
+  begun("changes");
+  for (const each of changes) {
+    const tr = clone("change-row");
+    const text = (name) => each[name] ?? (each[`${name}_b64`] === undefined ? "" : `base64 ${each[`${name}_b64`]}`);
+    const value = text("value");
+    const cut = each.bytes > value.length && each.value !== undefined ? `${value}…` : value;
+    fill(tr, { revision: String(each.revision), type: each.type, key: text("key"), value: cut });
+    table.prepend(tr);
+  }
+  while (table.rows.length > Number(table.dataset.most)) table.deleteRow(-1);
+}
+
+const each = (kind, name) => (thing) => row(kind, name(thing)).forEach((node) => fill(node, thing));
+
+function worker(thing) {
+  const table = byId("workers");
+  if (table === null || row("worker", thing.id).length > 0) return;
+  const tr = clone("worker-row");
+  tr.dataset.worker = thing.id;
+  fill(tr, thing);
+  table.append(tr);
+}
+
+// What is wrong with the ids of a watcher: read when it changes, once a second at most.
+const asked = new Map();
+function troubles({ name }) {
+  if (page !== "watchers" || asked.has(name)) return;
+  asked.set(name, setTimeout(async () => {
+    asked.delete(name);
+    const found = await ask(`watchers/${encodeURIComponent(name)}?limit=20`).catch(() => null);
+    const [head] = row("watcher", name);
+    if (found === null || head === undefined) return;
+    const rows = found.troubles.map((trouble) => {
+      const why = (trouble.unreadable ?? []).map(({ key_type, error }) => `cannot read ${key_type}: ${error}`);
+      const again = trouble.retry_in_ms === undefined ? "" : `, again in ${span(trouble.retry_in_ms)}`;
+      if (trouble.error !== undefined) why.unshift(`failed ${trouble.failures} times${again}: ${trouble.error}`);
+      const tr = clone("trouble-row");
+      tr.dataset.of = name;
+      fill(tr, { id: trouble.id ?? `base64 ${trouble.id_b64}`, why: why.join("\n") });
+      return tr;
+    });
+    for (const old of document.querySelectorAll(`tr[data-of="${CSS.escape(name)}"]`)) old.remove();
+    head.after(...rows);
+  }, 1000));
+}
+
+// How fast a stage goes, by what was done when it was last told.
+const paces = new Map();
+function pace(stage) {
+  const name = `${JSON.stringify(stage.entity)} ${JSON.stringify(stage.stage)}`;
+  const last = paces.get(name);
+  const at = Date.now();
+  const rate = last && at > last.at ? Math.round(((stage.done - last.done) * 1000) / (at - last.at)) : undefined;
+  if (last === undefined || at - last.at >= 900) paces.set(name, { at, done: stage.done });
+  row("stage", name).forEach((node) => fill(node, rate === undefined ? stage : { ...stage, rate }));
+}
+
+on("job", job);
+on("queue", each("queue", (queue) => queue.name));
+on("worker", each("worker", (worker) => worker.id));
+on("worker", worker);
+on("stage", pace);
+on("watcher", each("watcher", (watcher) => watcher.name));
+on("watcher", troubles);
+on("kv", ({ changes }) => change(changes));
+on("stats", stats);
+
+// What may have changed before the stream began, or was missed, is read anew.
+async function refresh() {
+  const reads = [];
+  if (document.querySelector("[data-stat]") !== null) reads.push(ask("overview").then(stats));
+  if (document.querySelector("[data-queue]") !== null && page !== "insights") {
+    reads.push(ask("queues").then(({ queues }) => queues.forEach(each("queue", (queue) => queue.name))));
+  }
+  if (one !== null) reads.push(read());
+  if (news !== null) reads.push(ask("jobs?limit=12").then((list) => list.jobs.reverse().forEach(tell)));
+  if (jobs !== null) {
+    const query = new URLSearchParams(jobs.dataset.query);
+    query.set("limit", jobs.dataset.limit);
+    reads.push(ask(`jobs?${query}`).then((list) => list.jobs.forEach(job)));
+  }
+  if (page === "watchers") reads.push(ask("watchers").then(({ watchers }) => watchers.forEach(each("watcher", ({ name }) => name))));
+  await Promise.all(reads);
+}
+
+on("hello", ({ now }) => {
+  setNow(now);
+  refresh().catch(() => {});
+});
+on("reset", () => refresh().catch(() => {}));
+
+// Times go on by themselves.
 setInterval(() => {
-  ticks += 1;
-  if (!document.hidden && (stale || busy || working || ticks % 5 === 0)) {
-    stale = false;
-    overview().catch(() => {});
+  for (const node of document.querySelectorAll("time[datetime]")) set(node, ago(node.getAttribute("datetime")));
+  for (const node of document.querySelectorAll('[data-f="took"]')) {
+    const { thing } = node.closest("[data-job]") ?? {};
+    if (thing?.status === "running") set(node, took(thing));
+  }
+  for (const [name, { at }] of paces) {
+    if (Date.now() - at > 3000) row("stage", name).forEach((node) => set(node.querySelector('[data-f="rate"]'), "0"));
   }
 }, 1000);
 
-follow();
+// --- forms ---
+
+const outcome = byId("outcome");
+const announce = (text, bad) => {
+  outcome.classList.toggle("bad", bad);
+  outcome.classList.toggle("notice", !bad);
+  set(outcome, text);
+};
+
+document.addEventListener("submit", async (event) => {
+  const form = event.target;
+  if (!form.classList.contains("action")) return;
+  event.preventDefault();
+  const button = form.querySelector("button");
+  if (button.disabled) return;
+  button.disabled = true;
+  try {
+    const answer = await fetch(form.action, {
+      method: "POST",
+      headers: { Accept: "application/json" },
+      body: new URLSearchParams(new FormData(form)),
+    });
+    const told = await answer.json();
+    announce(answer.ok ? told.said : `${told.error.message}${told.error.hint ? `: ${told.error.hint}` : ""}`, !answer.ok);
+    form.closest("details")?.removeAttribute("open");
+    if (answer.ok && form.classList.contains("bulk")) refresh().catch(() => {});
+  } catch {
+    announce("The server could not be reached: nothing may have been done.", true);
+  } finally {
+    button.disabled = false;
+  }
+});
+
+draw();
+listen().catch(() => {});

@@ -25,8 +25,10 @@ use crate::error::ApiError;
 use crate::guard::{self, Guard};
 use crate::input::JsonBody;
 use crate::json::Json;
+use crate::live::{self, Crew, Live};
+use crate::observe::Observed;
 use crate::stages::{self, Stages};
-use crate::{audit, jobs, kv, leases, login, openapi, page, queues, watch, watchers};
+use crate::{audit, hub, jobs, kv, leases, login, metrics, openapi, page, queues, watch, watchers};
 
 /// Bytes of a request's body.
 const BODY: usize = 2 << 20;
@@ -37,7 +39,8 @@ pub struct Api {
     pub(crate) store: Store,
     pub(crate) watchers: BTreeMap<String, Watched>,
     pub(crate) stages: Option<Arc<Stages>>,
-    pub(crate) jobs: Option<Arc<dyn Ledger>>,
+    pub(crate) jobs: Option<Arc<Observed>>,
+    pub(crate) crew: Option<Arc<dyn Crew>>,
     pub(crate) kinds: Kinds,
     pub(crate) ending: CancellationToken,
     pub(crate) limits: Limits,
@@ -93,6 +96,7 @@ impl Api {
             watchers: BTreeMap::new(),
             stages: None,
             jobs: None,
+            crew: None,
             kinds: Kinds::default(),
             ending: CancellationToken::new(),
             limits: Limits::default(),
@@ -124,10 +128,23 @@ impl Api {
         self
     }
 
-    /// The same with the jobs of a database.
+    /// The same with the jobs of a database, in which others may work, too.
     #[must_use]
-    pub fn jobs(mut self, jobs: Arc<dyn Ledger>) -> Self {
+    pub fn jobs(self, jobs: Arc<dyn Ledger>) -> Self {
+        self.observed(Observed::new(jobs))
+    }
+
+    /// The same with jobs that are seen at work by whoever else was given them.
+    #[must_use]
+    pub fn observed(mut self, jobs: Arc<Observed>) -> Self {
         self.jobs = Some(jobs);
+        self
+    }
+
+    /// The same with somebody who knows the workers.
+    #[must_use]
+    pub fn crew(mut self, crew: Arc<dyn Crew>) -> Self {
+        self.crew = Some(crew);
         self
     }
 
@@ -182,6 +199,7 @@ pub(crate) struct Context {
     pub(crate) watchers: Arc<BTreeMap<String, Watched>>,
     pub(crate) stages: Option<Arc<Stages>>,
     pub(crate) jobs: Option<Arc<dyn Ledger>>,
+    pub(crate) live: Arc<Live>,
     pub(crate) kinds: Arc<Kinds>,
     pub(crate) ending: CancellationToken,
     pub(crate) limits: Arc<Limits>,
@@ -297,12 +315,15 @@ pub(crate) fn routes() -> Vec<Route> {
         work(post(Operator, "/api/v1/queues/{queue}/take", queues::take)),
         get(Viewer, "/api/v1/queues/{queue}/wake", queues::wake),
         post(Admin, "/api/v1/compact", compact),
-        get(Viewer, "/api/v1/overview", overview),
+        get(Viewer, "/api/v1/overview", live::overview),
+        get(Viewer, "/api/v1/stats", live::stats),
+        get(Viewer, "/api/v1/events", hub::events),
         get(Viewer, "/api/v1/session", login::session),
         get(Admin, "/api/v1/audit", audit::list),
         get(Viewer, "/api/v1/openapi.json", openapi::document),
         get(Anyone, "/healthz", healthz),
         get(Anyone, "/readyz", readyz),
+        get(Viewer, "/metrics", metrics::metrics),
     ]
 }
 
@@ -334,6 +355,7 @@ fn guarded(
     with(all)
         .fallback(async || ApiError::no_such_route())
         .layer(DefaultBodyLimit::max(BODY))
+        .layer(middleware::from_fn_with_state(context.clone(), metrics::count))
         .layer(middleware::from_fn_with_state(guard, guard::check))
         .with_state(context)
 }
@@ -363,28 +385,6 @@ async fn readyz(State(context): State<Context>) -> (StatusCode, Json<Health>) {
     } else {
         (StatusCode::OK, Json(Health::new("ready")))
     }
-}
-
-#[derive(Serialize)]
-struct Overview {
-    revision: u64,
-    oldest: u64,
-    keys: usize,
-    leases: usize,
-    watchers: usize,
-    size: u64,
-}
-
-async fn overview(State(context): State<Context>) -> Json<Overview> {
-    let status = context.store.status();
-    Json(Overview {
-        revision: status.revision.0,
-        oldest: status.compacted.0,
-        keys: status.existing,
-        leases: status.leases,
-        watchers: status.watchers,
-        size: status.size,
-    })
 }
 
 #[derive(Deserialize)]

@@ -31,8 +31,8 @@ const HEADERS: [(HeaderName, HeaderValue); 8] = [
         header::CONTENT_SECURITY_POLICY,
         HeaderValue::from_static(
             "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; \
-             connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; \
-             require-trusted-types-for 'script'",
+             connect-src 'self'; worker-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; \
+             require-trusted-types-for 'script'; trusted-types vedetta",
         ),
     ),
     (header::X_FRAME_OPTIONS, HeaderValue::from_static("DENY")),
@@ -97,7 +97,12 @@ pub(crate) async fn check(State(guard): State<Guard>, request: Request, next: Ne
             about.refusal(&door, error)
         }
     };
+    let kept = response.headers().get(header::CACHE_CONTROL).cloned();
     response.headers_mut().extend(HEADERS);
+    // Only what has its hash in its address says that it may be.
+    if let Some(kept) = kept {
+        response.headers_mut().insert(header::CACHE_CONTROL, kept);
+    }
     response
 }
 

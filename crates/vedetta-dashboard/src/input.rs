@@ -88,11 +88,16 @@ impl<S: Sync> FromRequestParts<S> for Query {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, ApiError> {
-        Ok(Self(fields(parts.uri.query().unwrap_or_default().as_bytes())))
+        Ok(Self::parse(parts.uri.query().unwrap_or_default()))
     }
 }
 
 impl Query {
+    /// Of an address, or of a form.
+    pub(crate) fn parse(text: &str) -> Self {
+        Self(fields(text.as_bytes()))
+    }
+
     /// Takes a parameter out.
     pub(crate) fn bytes(&mut self, name: &str) -> Option<Vec<u8>> {
         let place = self.0.iter().position(|(given, _)| given == name)?;

@@ -13,7 +13,7 @@ use vedetta_jobs::wire::{
     Added, Changed, Deleted, Keep, Kept, Listed, MOST_AT_ONCE, OneOrMany, Retried, Settle,
     Settlement, Verdict, Which,
 };
-use vedetta_jobs::{Asked, Change, Claim, Job, JobId, JobsError, Ledger, status, wire};
+use vedetta_jobs::{Asked, Change, Claim, Job, JobId, JobsError, Ledger, Page, status, wire};
 use vedetta_kv::{CommitError, KvError};
 
 use crate::api::Context;
@@ -60,7 +60,7 @@ pub(crate) fn ledger(context: &Context) -> Result<&Arc<dyn Ledger>, ApiError> {
 }
 
 /// The job named in a path.
-pub(crate) struct JobPath(JobId);
+pub(crate) struct JobPath(pub(crate) JobId);
 
 impl<S: Send + Sync> FromRequestParts<S> for JobPath {
     type Rejection = ApiError;
@@ -73,7 +73,7 @@ impl<S: Send + Sync> FromRequestParts<S> for JobPath {
     }
 }
 
-fn no_such(id: JobId) -> ApiError {
+pub(crate) fn no_such(id: JobId) -> ApiError {
     ApiError::not_found(format!("there is no job {id}"))
         .hint("those that are over are removed after a while")
 }
@@ -130,8 +130,17 @@ pub(crate) async fn list(
         cursor: query.text("cursor")?,
     };
     query.end()?;
+    let page = page_of(ledger(&context)?, which, limit).await?;
+    Ok(Json(Listed { jobs: page.jobs, cursor: page.next.map(|id| id.to_string()) }))
+}
+
+/// A page of jobs, shorter if they are large.
+pub(crate) async fn page_of(
+    ledger: &Arc<dyn Ledger>,
+    which: Which,
+    limit: usize,
+) -> Result<Page, ApiError> {
     let (filter, mut before) = which.parse()?;
-    let ledger = ledger(&context)?;
     let (mut jobs, mut bytes) = (Vec::new(), 0);
     while jobs.len() < limit && bytes < PAGE_BYTES {
         let wanted = READ.min(u32::try_from(limit - jobs.len()).unwrap_or(READ));
@@ -147,7 +156,7 @@ pub(crate) async fn list(
             break;
         }
     }
-    Ok(Json(Listed { jobs, cursor: before.map(|id| id.to_string()) }))
+    Ok(Page { jobs, next: before })
 }
 
 /// Whether a text is in what is searched.
@@ -174,7 +183,7 @@ pub(crate) async fn show(
 }
 
 /// Whether a change by hand was made.
-fn made(id: JobId, change: Change, hint: &str) -> Result<(), ApiError> {
+pub(crate) fn made(id: JobId, change: Change, hint: &str) -> Result<(), ApiError> {
     match change {
         Change::Made => Ok(()),
         Change::NoSuch => Err(no_such(id)),
@@ -216,7 +225,13 @@ pub(crate) async fn retry_all(
     State(context): State<Context>,
     JsonBody(which): JsonBody<Which>,
 ) -> Result<Json<Retried>, ApiError> {
-    let ledger = ledger(&context)?;
+    retry_matching(ledger(&context)?, which).await.map(Json)
+}
+
+pub(crate) async fn retry_matching(
+    ledger: &Arc<dyn Ledger>,
+    which: Which,
+) -> Result<Retried, ApiError> {
     let (mut filter, mut before) = which.parse()?;
     match *filter.status.get_or_insert(JobState::Dead) {
         JobState::Dead | JobState::Cancelled => {}
@@ -239,7 +254,7 @@ pub(crate) async fn retry_all(
             break;
         }
     }
-    Ok(Json(Retried { retried, cursor: before.map(|id| id.to_string()) }))
+    Ok(Retried { retried, cursor: before.map(|id| id.to_string()) })
 }
 
 /// What of many belongs to which job.

@@ -28,17 +28,17 @@ struct Page<'a> {
 }
 
 /// Where a page ended: all pages of a list are of one revision.
-struct Cursor {
-    revision: Revision,
+pub(crate) struct Cursor {
+    pub(crate) revision: Revision,
     last: Bytes,
 }
 
 impl Cursor {
-    fn encode(revision: Revision, last: &[u8]) -> String {
+    pub(crate) fn encode(revision: Revision, last: &[u8]) -> String {
         BASE64_URL_SAFE_NO_PAD.encode([&revision.0.to_be_bytes()[..], last].concat())
     }
 
-    fn decode(text: &str) -> Option<Self> {
+    pub(crate) fn decode(text: &str) -> Option<Self> {
         let bytes = BASE64_URL_SAFE_NO_PAD.decode(text).ok()?;
         let (revision, last) = bytes.split_first_chunk()?;
         let revision = Revision(u64::from_be_bytes(*revision));
@@ -46,7 +46,7 @@ impl Cursor {
     }
 
     /// What is left of `prefix`.
-    fn rest(&self, prefix: KeyRange) -> Option<KeyRange> {
+    pub(crate) fn rest(&self, prefix: KeyRange) -> Option<KeyRange> {
         if !prefix.contains(&self.last) {
             return None;
         }

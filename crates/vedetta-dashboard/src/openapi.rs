@@ -22,7 +22,7 @@ struct Operation {
     query: &'static [&'static str],
     /// The schema of the body that it takes.
     takes: Option<&'static str>,
-    /// The schema of the answer; [`EVENTS`] for a stream.
+    /// The schema of the answer; [`EVENTS`] for a stream, [`PLAIN`] for text.
     answers: &'static str,
     /// With which statuses it answers so.
     done: &'static [&'static str],
@@ -32,6 +32,8 @@ struct Operation {
 
 /// In place of a schema: server-sent events.
 const EVENTS: &str = "";
+/// In place of a schema: plain text.
+const PLAIN: &str = "text/plain";
 
 const fn asks(
     path: &'static str,
@@ -258,7 +260,22 @@ const OPERATIONS: &[Operation] = &[
         "Compacted",
         &["410", "422"],
     ),
-    asks("/api/v1/overview", "The store at a glance", &[], "Overview", &[]),
+    asks("/api/v1/overview", "The store and the jobs at a glance", &[], "Overview", &["422"]),
+    asks(
+        "/api/v1/stats",
+        "What became of jobs over time: series with a point for every step, of all queues and of each",
+        &["range", "step", "queue"],
+        "Stats",
+        &["404", "422"],
+    ),
+    asks(
+        "/api/v1/events",
+        "All that changes, as it changes: job, queue, worker, stage, watcher, kv and stats, or some of these \
+         topics; with Last-Event-ID from there on, or from now after a reset",
+        &["topics"],
+        EVENTS,
+        &["422"],
+    ),
     asks("/api/v1/session", "Who asks, and what they may do", &[], "Session", &["422"]),
     asks(
         "/api/v1/audit",
@@ -279,6 +296,7 @@ const OPERATIONS: &[Operation] = &[
             &[],
         )
     },
+    asks("/metrics", "Numbers for Prometheus", &[], PLAIN, &["422"]),
 ];
 
 pub(crate) async fn document() -> Response {
@@ -370,6 +388,7 @@ impl Operation {
         for status in self.done {
             let content = match self.answers {
                 EVENTS => json!({ "text/event-stream": { "schema": text() } }),
+                PLAIN => json!({ PLAIN: { "schema": text() } }),
                 schema => content(schema),
             };
             responses.insert(
@@ -686,7 +705,10 @@ fn queues() -> Schemas {
                 ("dead", whole()),
                 ("cancelled", whole()),
                 ("oldest_ms?", whole()),
-                ("slots", whole()),
+                ("slots", said(whole(), "of the jobs that run")),
+                ("capacity", said(whole(), "slots of the workers that took jobs here lately")),
+                ("done_per_minute", whole()),
+                ("failed_per_minute", said(whole(), "attempts")),
             ]),
         ),
         ("Queues", answer(&[("queues", list(&one("Queue")))])),
@@ -813,6 +835,50 @@ fn general() -> Schemas {
                 ("leases", whole()),
                 ("watchers", whole()),
                 ("size", whole()),
+                ("jobs", one("JobsNow")),
+                ("now", time()),
+            ]),
+        ),
+        (
+            "JobsNow",
+            answer(&[
+                ("queues", whole()),
+                ("paused", said(whole(), "queues that do not both take and give")),
+                ("ready", whole()),
+                ("scheduled", whole()),
+                ("running", whole()),
+                ("slots", whole()),
+                ("capacity", whole()),
+                ("done", whole()),
+                ("dead", whole()),
+                ("cancelled", whole()),
+                ("oldest_ms?", whole()),
+                ("done_per_minute", whole()),
+                ("failed_per_minute", whole()),
+                ("workers", whole()),
+            ]),
+        ),
+        (
+            "Stats",
+            answer(&[
+                ("from", said(whole(), "when the first step began, in milliseconds since 1970")),
+                ("step_ms", whole()),
+                ("all", one("Points")),
+                ("queues", json!({ "type": "object", "additionalProperties": one("Points") })),
+            ]),
+        ),
+        (
+            "Points",
+            answer(&[
+                ("done", list(&whole())),
+                ("failed", list(&whole())),
+                ("ready", list(&whole())),
+                ("running", list(&whole())),
+                ("oldest_ms", list(&whole())),
+                ("run_p50_ms", list(&or_null(&whole()))),
+                ("run_p95_ms", list(&or_null(&whole()))),
+                ("wait_p50_ms", list(&or_null(&whole()))),
+                ("wait_p95_ms", list(&or_null(&whole()))),
             ]),
         ),
         (

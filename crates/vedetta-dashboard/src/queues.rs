@@ -31,7 +31,7 @@ use crate::jobs::ledger;
 use crate::json::{Json, millis};
 
 /// The queue named in a path.
-pub(crate) struct QueuePath(String);
+pub(crate) struct QueuePath(pub(crate) String);
 
 impl<S: Send + Sync> FromRequestParts<S> for QueuePath {
     type Rejection = ApiError;
@@ -50,7 +50,8 @@ pub(crate) async fn list(
 ) -> Result<Json<Queues>, ApiError> {
     query.end()?;
     let counts = ledger(&context)?.queues().await?;
-    Ok(Json(Queues { queues: counts.into_iter().map(Into::into).collect() }))
+    let queues = counts.into_iter().map(|counts| context.live.queue(counts)).collect();
+    Ok(Json(Queues { queues }))
 }
 
 pub(crate) async fn pause(context: State<Context>, queue: QueuePath) -> Answer {

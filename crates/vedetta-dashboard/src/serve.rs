@@ -14,12 +14,15 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio_rustls::TlsAcceptor;
+use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use vedetta_net::{Patient, accept, tls};
 
 use crate::access::{Door, ENTRIES, Ends};
 use crate::api::{Api, Context, Limits, router};
 use crate::audit;
+use crate::hub;
+use crate::live::Live;
 
 /// Serves until `stop`; then accepts nothing new, ends watches, finishes the requests that run, and
 /// returns. A client that does not take its answer holds this up for a second. Dropped, it lets go of all connections at once.
@@ -40,13 +43,17 @@ pub async fn serve(listener: TcpListener, api: Api, stop: CancellationToken) {
         store: api.store,
         watchers: Arc::new(api.watchers),
         stages: api.stages,
-        jobs: api.jobs,
+        jobs: api.jobs.clone().map(|jobs| jobs as _),
+        live: Arc::new(Live { observed: api.jobs, crew: api.crew, ..Live::default() }),
         kinds: Arc::new(api.kinds),
         ending: api.ending,
         limits: Arc::clone(&limits),
         stop: stop.clone(),
         door,
     };
+    // Ends with this, also when it is dropped.
+    let mut watching = JoinSet::new();
+    watching.spawn(hub::run(context.clone(), stop.clone()));
     let server = Arc::new(Server {
         router: TowerToHyperService::new(router(context)),
         tls: api.tls.map(|tls| tls.speaking(&[tls::HTTP1]).into()),

@@ -141,6 +141,30 @@ pub(crate) async fn list(
     Ok(Json(Listed { stages: lanes.into_iter().map(Into::into).collect() }).into_response())
 }
 
+/// All of them, as they are listed.
+pub(crate) async fn listed(context: &Context) -> Result<Vec<serde_json::Value>, ApiError> {
+    let Some(stages) = &context.stages else { return Ok(Vec::new()) };
+    let lanes = stages.counts().await?;
+    Ok(lanes.into_iter().map(|lane| serde_json::json!(Stage::from(lane))).collect())
+}
+
+/// The same; none if they cannot be read now.
+pub(crate) async fn rows(context: &Context) -> Vec<serde_json::Value> {
+    listed(context).await.unwrap_or_default()
+}
+
+/// The first records of a stage that were set aside.
+pub(crate) async fn parked(
+    context: &Context,
+    entity: &str,
+    stage: &str,
+    limit: u32,
+) -> Result<Vec<Record>, ApiError> {
+    let which = Which { stage: Some(stage.into()), parked: true, ..Which::default() };
+    let queues = queues(context, entity, Some(stage)).await?;
+    Ok(queues.list(entity, &which, limit).await?.records)
+}
+
 #[derive(Serialize)]
 struct Shown {
     records: Vec<Entry>,

@@ -79,6 +79,12 @@ pub(crate) async fn list(
     Ok(Json(Listed { watchers }).into_response())
 }
 
+/// All of them, as they are listed.
+pub(crate) fn rows(context: &Context) -> Vec<serde_json::Value> {
+    let each = context.watchers.iter();
+    each.map(|(name, watched)| serde_json::json!(Watcher::new(name, watched, context))).collect()
+}
+
 #[derive(Serialize)]
 struct Shown<'a> {
     #[serde(flatten)]
@@ -136,7 +142,7 @@ pub(crate) async fn show(
 
 #[derive(Serialize)]
 pub(crate) struct Resynced {
-    ids: usize,
+    pub(crate) ids: usize,
 }
 
 pub(crate) async fn resync(

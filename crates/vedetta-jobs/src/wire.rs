@@ -194,7 +194,7 @@ pub struct Queues {
 }
 
 /// What is in a queue.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct QueueInfo {
     /// Which.
     pub name: String,
@@ -217,6 +217,15 @@ pub struct QueueInfo {
     pub oldest_ms: Option<u64>,
     /// Slots of those that are handed out.
     pub slots: u64,
+    /// Slots of the workers that took jobs from the server lately.
+    #[serde(default)]
+    pub capacity: u64,
+    /// Done in the last minute.
+    #[serde(default)]
+    pub done_per_minute: u64,
+    /// Attempts that failed in the last minute.
+    #[serde(default)]
+    pub failed_per_minute: u64,
 }
 
 impl From<QueueCounts> for QueueInfo {
@@ -232,6 +241,9 @@ impl From<QueueCounts> for QueueInfo {
             cancelled: counts.cancelled,
             oldest_ms: counts.oldest.map(millis),
             slots: counts.slots,
+            capacity: 0,
+            done_per_minute: 0,
+            failed_per_minute: 0,
         }
     }
 }

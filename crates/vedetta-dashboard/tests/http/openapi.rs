@@ -193,6 +193,7 @@ async fn what_is_answered_is_what_is_described() {
         ("/api/v1/overview", ""),
         ("/api/v1/session", ""),
         ("/api/v1/audit", ""),
+        ("/api/v1/stats", ""),
         ("/api/v1/openapi.json", ""),
         ("/healthz", ""),
         ("/readyz", ""),
@@ -202,11 +203,11 @@ async fn what_is_answered_is_what_is_described() {
         api.fits("get", path, &answer);
         asked.insert(path.to_owned());
     }
-    // What is left answers with a stream.
+    // What is left answers with a stream, or with text.
     let (is_get, paths) = (|path: &Value| path.get("get").is_some(), &api.0["paths"]);
     let all = paths.as_object().unwrap().iter().filter(|(_, path)| is_get(path));
     let streams = all.filter(|(path, _)| !asked.contains(*path)).map(|(path, _)| path.as_str());
-    let expected = ["/api/v1/queues/{queue}/wake", "/api/v1/watch"];
+    let expected = ["/api/v1/events", "/api/v1/queues/{queue}/wake", "/api/v1/watch", "/metrics"];
     assert_eq!(streams.collect::<Vec<_>>(), expected);
 
     tell("post", "/jobs/{id}/retry", &id, Value::Null).await;

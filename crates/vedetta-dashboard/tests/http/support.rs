@@ -198,6 +198,8 @@ pub(crate) struct Feed {
 pub(crate) struct Message {
     pub(crate) event: String,
     pub(crate) id: Option<u64>,
+    /// The same, whatever it looks like.
+    pub(crate) last: String,
     pub(crate) data: Value,
 }
 
@@ -221,7 +223,10 @@ impl Feed {
         for line in self.block().await? {
             match line.split_once(": ") {
                 Some(("event", name)) => name.clone_into(&mut message.event),
-                Some(("id", id)) => message.id = Some(id.parse().unwrap()),
+                Some(("id", id)) => {
+                    message.id = id.parse().ok();
+                    id.clone_into(&mut message.last);
+                }
                 Some(("data", data)) => message.data = serde_json::from_str(data).unwrap(),
                 _ => {}
             }

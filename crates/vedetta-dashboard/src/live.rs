@@ -1,0 +1,290 @@
+//! What is shown at a glance: the numbers of the overview, rows of jobs and queues without what is long, and
+//! series. The pages, the API and the stream of events tell the same.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use async_trait::async_trait;
+use axum::extract::State;
+use axum::response::{IntoResponse as _, Response};
+use serde::Serialize;
+use vedetta_core::JobState;
+use vedetta_jobs::wire::QueueInfo;
+use vedetta_jobs::{Job, JobId, JobsError, Ledger as _, QueueCounts, status};
+use vedetta_kv::Store;
+
+use crate::api::Context;
+use crate::error::ApiError;
+use crate::hub::Hub;
+use crate::input::Query;
+use crate::json::{Json, millis};
+use crate::metrics::Requests;
+use crate::observe::Observed;
+use crate::stats::Span;
+
+/// What the pages and the stream of events live on.
+#[derive(Default)]
+pub(crate) struct Live {
+    pub(crate) observed: Option<Arc<Observed>>,
+    pub(crate) crew: Option<Arc<dyn Crew>>,
+    pub(crate) hub: Hub,
+    pub(crate) requests: Requests,
+}
+
+/// Who works, as something that looks after worker processes knows it. Without it those are shown that took
+/// jobs from this server.
+#[async_trait]
+pub trait Crew: Send + Sync + 'static {
+    /// All of them, or why that cannot be told now.
+    async fn workers(&self) -> Result<Vec<WorkerRow>, String>;
+}
+
+/// A worker, for people.
+#[derive(Debug, Clone, Serialize)]
+pub struct WorkerRow {
+    /// Which.
+    pub id: String,
+    /// What it works.
+    pub queue: String,
+    /// `running`, `paused`, `stopped` or `silent`.
+    pub status: String,
+    /// Who started it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub supervisor: Option<String>,
+    /// Where it is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub host: Option<String>,
+    /// Its process.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pid: Option<u32>,
+    /// How many slots it has.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub capacity: Option<u32>,
+    /// How many jobs it has.
+    pub jobs: u64,
+    /// Its last sign of life was so long ago.
+    pub silent_ms: u64,
+}
+
+impl Live {
+    /// Who works.
+    pub(crate) async fn workers(&self) -> Result<Vec<WorkerRow>, String> {
+        if let Some(crew) = &self.crew {
+            return crew.workers().await;
+        }
+        let Some(observed) = &self.observed else { return Ok(Vec::new()) };
+        let seen = observed.workers().into_iter().map(|seen| WorkerRow {
+            id: seen.name.to_string(),
+            queue: seen.queue.to_string(),
+            status: "running".into(),
+            supervisor: None,
+            host: None,
+            pid: None,
+            capacity: Some(seen.capacity),
+            jobs: seen.holds.into(),
+            silent_ms: millis(seen.silent),
+        });
+        Ok(seen.collect())
+    }
+
+    /// A queue with what its numbers alone do not tell.
+    pub(crate) fn queue(&self, counts: QueueCounts) -> QueueInfo {
+        let mut info = QueueInfo::from(counts);
+        if let Some(observed) = &self.observed {
+            let workers = observed.workers();
+            let ours = workers.iter().filter(|worker| *worker.queue == *info.name);
+            info.capacity = ours.map(|worker| u64::from(worker.capacity)).sum();
+            (info.done_per_minute, info.failed_per_minute) = observed.last_minute(Some(&info.name));
+        }
+        info
+    }
+
+    /// Every queue.
+    pub(crate) async fn queues(&self) -> Result<Vec<QueueInfo>, JobsError> {
+        let Some(observed) = &self.observed else { return Ok(Vec::new()) };
+        let counts = observed.queues().await?;
+        Ok(counts.into_iter().map(|counts| self.queue(counts)).collect())
+    }
+}
+
+/// The numbers of the overview.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Overview {
+    pub(crate) revision: u64,
+    pub(crate) oldest: u64,
+    pub(crate) keys: usize,
+    pub(crate) leases: usize,
+    pub(crate) watchers: usize,
+    pub(crate) size: u64,
+    pub(crate) jobs: JobsNow,
+    #[serde(with = "humantime_serde")]
+    pub(crate) now: SystemTime,
+}
+
+/// The jobs of all queues together.
+#[derive(Debug, Clone, Default, Serialize)]
+pub(crate) struct JobsNow {
+    pub(crate) queues: usize,
+    pub(crate) paused: usize,
+    pub(crate) ready: u64,
+    pub(crate) scheduled: u64,
+    pub(crate) running: u64,
+    pub(crate) slots: u64,
+    pub(crate) capacity: u64,
+    pub(crate) done: u64,
+    pub(crate) dead: u64,
+    pub(crate) cancelled: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) oldest_ms: Option<u64>,
+    pub(crate) done_per_minute: u64,
+    pub(crate) failed_per_minute: u64,
+    pub(crate) workers: usize,
+}
+
+impl Overview {
+    pub(crate) fn new(store: &Store, live: &Live, queues: &[QueueInfo]) -> Self {
+        let status = store.status();
+        let sum = |of: fn(&QueueInfo) -> u64| queues.iter().map(of).sum();
+        let (done_per_minute, failed_per_minute) =
+            live.observed.as_ref().map_or((0, 0), |observed| observed.last_minute(None));
+        let workers = live.observed.as_ref().map_or(0, |observed| observed.workers().len());
+        Self {
+            revision: status.revision.0,
+            oldest: status.compacted.0,
+            keys: status.existing,
+            leases: status.leases,
+            watchers: status.watchers,
+            size: status.size,
+            jobs: JobsNow {
+                queues: queues.len(),
+                paused: queues
+                    .iter()
+                    .filter(|queue| queue.mode != vedetta_jobs::Mode::Open)
+                    .count(),
+                ready: sum(|queue| queue.ready),
+                scheduled: sum(|queue| queue.scheduled),
+                running: sum(|queue| queue.running),
+                slots: sum(|queue| queue.slots),
+                capacity: sum(|queue| queue.capacity),
+                done: sum(|queue| queue.done),
+                dead: sum(|queue| queue.dead),
+                cancelled: sum(|queue| queue.cancelled),
+                oldest_ms: queues.iter().filter_map(|queue| queue.oldest_ms).max(),
+                done_per_minute,
+                failed_per_minute,
+                workers,
+            },
+            now: SystemTime::now(),
+        }
+    }
+}
+
+/// Where the jobs are may be away: the store is told of all the same.
+pub(crate) async fn overview(
+    State(context): State<Context>,
+    query: Query,
+) -> Result<Response, ApiError> {
+    query.end()?;
+    let queues = context.live.queues().await.unwrap_or_default();
+    Ok(Json(Overview::new(&context.store, &context.live, &queues)).into_response())
+}
+
+/// The range that is told unless another is asked for.
+const RANGE: Duration = Duration::from_secs(3600);
+
+/// A length of time in a query.
+fn time(query: &mut Query, name: &str) -> Result<Option<Duration>, ApiError> {
+    let Some(text) = query.text(name)? else { return Ok(None) };
+    let time = humantime::parse_duration(&text);
+    time.map(Some).map_err(|_| ApiError::invalid(format!("{name} is a time such as 15m or 1h")))
+}
+
+pub(crate) async fn stats(
+    State(context): State<Context>,
+    mut query: Query,
+) -> Result<Response, ApiError> {
+    let (range, step) = (time(&mut query, "range")?, time(&mut query, "step")?);
+    let only = query.text("queue")?;
+    query.end()?;
+    let span = Span::new(range.unwrap_or(RANGE), step).map_err(ApiError::invalid)?;
+    let observed = context.live.observed.as_ref();
+    let observed = observed.ok_or_else(|| ApiError::not_found("this server keeps no jobs"))?;
+    Ok(Json(observed.read(span, only.as_deref())).into_response())
+}
+
+/// Characters of an error or a message in a row.
+const SHORT: usize = 300;
+
+/// A job without what is long.
+#[derive(Debug, Clone, Serialize, PartialEq)]
+pub(crate) struct JobRow {
+    pub(crate) id: JobId,
+    pub(crate) kind: String,
+    pub(crate) queue: String,
+    pub(crate) status: &'static str,
+    pub(crate) cost: u32,
+    pub(crate) attempts: u32,
+    pub(crate) max_attempts: u32,
+    pub(crate) progress: f32,
+    pub(crate) message: Option<String>,
+    pub(crate) error: Option<String>,
+    pub(crate) worker: Option<String>,
+    pub(crate) tags: Vec<String>,
+    #[serde(with = "humantime_serde")]
+    pub(crate) queued_at: SystemTime,
+    #[serde(with = "humantime_serde")]
+    pub(crate) run_at: SystemTime,
+    #[serde(with = "humantime_serde")]
+    pub(crate) started_at: Option<SystemTime>,
+    #[serde(with = "humantime_serde")]
+    pub(crate) ended_at: Option<SystemTime>,
+    #[serde(with = "humantime_serde")]
+    pub(crate) updated_at: SystemTime,
+}
+
+fn short(text: String) -> String {
+    match text.char_indices().nth(SHORT) {
+        None => text,
+        Some((end, _)) => format!("{}…", &text[..end]),
+    }
+}
+
+impl From<Job> for JobRow {
+    fn from(job: Job) -> Self {
+        Self {
+            id: job.id,
+            kind: job.kind,
+            queue: job.queue,
+            status: status::word(job.status),
+            cost: job.cost,
+            attempts: job.attempts,
+            max_attempts: job.max_attempts,
+            progress: job.progress,
+            message: job.message.map(short),
+            error: job.error.map(short),
+            worker: job.worker,
+            tags: job.tags,
+            queued_at: job.queued_at,
+            run_at: job.run_at,
+            started_at: job.started_at,
+            ended_at: job.ended_at,
+            updated_at: job.updated_at,
+        }
+    }
+}
+
+impl JobRow {
+    /// The word that people are shown: of those that wait, why.
+    pub(crate) fn look(&self, now: SystemTime) -> &'static str {
+        match self.status {
+            "waiting" if self.run_at <= now => "waiting",
+            "waiting" if self.attempts > 0 => "retrying",
+            "waiting" => "scheduled",
+            other => other,
+        }
+    }
+
+    pub(crate) fn is(&self, state: JobState) -> bool {
+        self.status == status::word(state)
+    }
+}

@@ -1,0 +1,176 @@
+//! Is all well? What changed? Where to look?
+
+use std::time::SystemTime;
+
+use axum::extract::State;
+use axum::response::Response;
+use maud::{Markup, html};
+use vedetta_jobs::wire::QueueInfo;
+use vedetta_jobs::{Filter, Ledger as _, Mode};
+
+use super::parts::{self, ago, badge, counts, number, series_table, size, span, tile};
+use super::{Tab, Visit, queues};
+use crate::api::Context;
+use crate::error::ApiError;
+use crate::input::Query;
+use crate::live::{JobRow, JobsNow, Overview};
+use crate::stats::Span;
+
+/// Jobs of which the latest news are shown.
+const NEWS: u32 = 12;
+/// The ranges of the chart: in an address, for people, in seconds, and the steps of its table.
+type Range = (&'static str, &'static str, u64, u64);
+const RANGES: [Range; 3] =
+    [("5m", "5 minutes", 300, 30), ("1h", "hour", 3600, 300), ("24h", "24 hours", 86_400, 7200)];
+
+pub(super) async fn page(State(context): State<Context>, visit: Visit, query: Query) -> Response {
+    let body = body(&context, &visit, query).await;
+    visit.show(Tab::Overview, "Overview", body)
+}
+
+async fn body(context: &Context, visit: &Visit, mut query: Query) -> Result<Markup, ApiError> {
+    query.bytes("said");
+    let range = query.text("range")?.unwrap_or_else(|| "1h".into());
+    query.end()?;
+    let range = RANGES.into_iter().find(|(word, ..)| *word == range);
+    let range = range.ok_or_else(|| ApiError::invalid("range is one of 5m, 1h and 24h"))?;
+    let live = &context.live;
+    // Where the jobs are may be away: the rest is shown all the same.
+    let (queues, trouble) = match live.queues().await {
+        Ok(queues) => (queues, None),
+        Err(error) => (Vec::new(), Some(vedetta_core::explain(&error))),
+    };
+    let now = Overview::new(&context.store, live, &queues);
+    let mut news = Vec::new();
+    if let Some(observed) = &live.observed
+        && trouble.is_none()
+    {
+        news = observed.list(&Filter::default(), None, NEWS).await?.jobs;
+    }
+    news.sort_by_key(|job| std::cmp::Reverse(job.updated_at));
+    let news: Vec<JobRow> = news.into_iter().map(Into::into).collect();
+    Ok(html! {
+        @if let Some(trouble) = &trouble {
+            p.alert role="alert" { "The jobs cannot be read now: " (trouble) }
+        }
+        @for queue in queues.iter().filter(|queue| queue.mode != Mode::Open) {
+            p.alert { "The queue " a href="/queues" { (queue.name) } " is " (queues::word(queue.mode)) "." }
+        }
+        (tiles(&now.jobs))
+        (throughput(context, &queues, range))
+        div.halves {
+            section.panel aria-labelledby="queues-head" {
+                h2 #queues-head { a href="/queues" { "Queues" } }
+                (few(context, visit, &queues))
+            }
+            section.panel aria-labelledby="news-head" {
+                h2 #news-head { a href="/jobs" { "What just happened" } }
+                @if news.is_empty() {
+                    p.muted data-until="news" { "Nothing yet. Ask for a job:" }
+                    pre data-until="news" tabindex="0" { "vedetta job add hello --payload '{\"to\": \"you\"}'" }
+                }
+                ol #news .news { @for job in &news { (line(Some(job))) } }
+                template #news-row { (line(None)) }
+            }
+        }
+        section aria-labelledby="store-head" {
+            h2 #store-head { a href="/kv" { "Store" } }
+            (store(&now))
+        }
+    })
+}
+
+fn tiles(jobs: &JobsNow) -> Markup {
+    let running = html! { " of " span data-stat="jobs.capacity" data-b="number" { (number(jobs.capacity)) } " slots" };
+    let failed = html! { " " a href="/failed" { "see why" } };
+    let oldest =
+        jobs.oldest_ms.map_or("–".into(), |ms| span(std::time::Duration::from_millis(ms)));
+    html! {
+        dl.tiles {
+            (tile("Ready", "jobs.ready", "number", &number(jobs.ready), None))
+            (tile("Running", "jobs.slots", "number", &number(jobs.slots), Some(running)))
+            (tile("Scheduled", "jobs.scheduled", "number", &number(jobs.scheduled), None))
+            (tile("Done a minute", "jobs.done_per_minute", "number", &number(jobs.done_per_minute), None))
+            (tile("Failed a minute", "jobs.failed_per_minute", "number", &number(jobs.failed_per_minute), None))
+            (tile("Dead", "jobs.dead", "number", &number(jobs.dead), (jobs.dead > 0).then_some(failed)))
+            (tile("Oldest ready", "jobs.oldest_ms", "ms", &oldest, None))
+            (tile("Workers", "jobs.workers", "number", &number(jobs.workers as u64), None))
+        }
+    }
+}
+
+/// The numbers of the store.
+pub(super) fn store(now: &Overview) -> Markup {
+    html! {
+        dl.tiles.small {
+            (tile("Revision", "revision", "number", &number(now.revision), None))
+            (tile("Oldest kept", "oldest", "number", &number(now.oldest), None))
+            (tile("Keys", "keys", "number", &number(now.keys as u64), None))
+            (tile("Leases", "leases", "number", &number(now.leases as u64), None))
+            (tile("Watches", "watchers", "number", &number(now.watchers as u64), None))
+            (tile("Size", "size", "size", &size(now.size), None))
+        }
+    }
+}
+
+fn throughput(context: &Context, queues: &[QueueInfo], range: Range) -> Markup {
+    let (word, name, seconds, step) = range;
+    let Some(observed) = &context.live.observed else { return html! {} };
+    if queues.is_empty() {
+        return html! {};
+    }
+    let read = observed.read(Span { range: seconds, step }, None);
+    let table = series_table(
+        "Throughput",
+        read.from,
+        read.step_ms,
+        &[("Done", counts(&read.all.done)), ("Failed", counts(&read.all.failed))],
+    );
+    let summary = parts::throughput(&read.all, name);
+    html! {
+        (parts::chart("Throughput", "throughput", word, None, &summary, &table))
+        nav.ranges aria-label="Range" {
+            @for (each, name, ..) in RANGES {
+                a href=(format!("/?range={each}")) aria-current=[(each == word).then_some("true")] { "Last " (name) }
+            }
+        }
+    }
+}
+
+fn few(context: &Context, visit: &Visit, queues: &[QueueInfo]) -> Markup {
+    const SHOWN: usize = 8;
+    if queues.is_empty() {
+        return queues::none();
+    }
+    let mut busy: Vec<&QueueInfo> = queues.iter().collect();
+    busy.sort_by_key(|queue| std::cmp::Reverse(queue.ready + queue.running));
+    let heads = [
+        ("Queue", false),
+        ("State", false),
+        ("Ready", true),
+        ("Oldest", true),
+        ("Running", true),
+        ("Done/min", true),
+    ];
+    let body = html! {
+        tbody { @for queue in busy.iter().take(SHOWN) { (queues::row(visit, &visit.here, queue, false)) } }
+    };
+    html! {
+        (parts::table("Queues", &heads, &body))
+        @if queues.len() > SHOWN { p.muted { a href="/queues" { "All " (queues.len()) " queues" } } }
+    }
+}
+
+/// A line of the news; without a job, the one that scripts fill.
+fn line(job: Option<&JobRow>) -> Markup {
+    let now = SystemTime::now();
+    let id = job.map(|job| job.id.to_string()).unwrap_or_default();
+    html! {
+        li data-job=(id) data-status=(job.map_or("", |job| job.status)) {
+            (ago("updated_at", job.map(|job| job.updated_at), now))
+            a data-f="id" data-b="job" href=(format!("/jobs/{id}")) { (id) }
+            span.name data-f="kind" { (job.map_or("", |job| job.kind.as_str())) }
+            (badge(job.map_or("", |job| job.look(now))))
+        }
+    }
+}

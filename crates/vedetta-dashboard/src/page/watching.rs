@@ -1,0 +1,188 @@
+//! Watchers and stages: how they are doing, and what is wrong with which id.
+
+use axum::extract::State;
+use axum::response::Response;
+use maud::{Markup, html};
+use serde_json::Value;
+use vedetta_runtime::watcher::Trouble;
+
+use super::parts::{self, action, empty, number, part, span, visible};
+use super::{Tab, Visit};
+use crate::api::Context;
+use crate::error::ApiError;
+use crate::input::Query;
+use crate::{stages as stage_api, watchers as watcher_api};
+
+/// Troubles of a watcher, and parked records of a stage, that are shown.
+const SHOWN: u32 = 20;
+
+pub(super) async fn watchers(
+    State(context): State<Context>,
+    visit: Visit,
+    query: Query,
+) -> Response {
+    let body = watched(&context, &visit, query);
+    visit.show(Tab::Watchers, "Watchers", body)
+}
+
+/// A field as text.
+fn text(row: &Value, name: &str) -> String {
+    match &row[name] {
+        Value::String(text) => visible(text),
+        Value::Null => String::new(),
+        other => other.to_string(),
+    }
+}
+
+/// A field that is text, or else base64 under another name.
+fn any_text(row: &Value, name: &str) -> String {
+    match &row[name] {
+        Value::Null => format!("base64 {}", text(row, &format!("{name}_b64"))),
+        _ => text(row, name),
+    }
+}
+
+fn count(row: &Value, name: &str) -> Markup {
+    html! { td.number data-f=(name) data-b="number" { (row[name].as_u64().map(number).unwrap_or_default()) } }
+}
+
+fn watched(context: &Context, visit: &Visit, mut query: Query) -> Result<Markup, ApiError> {
+    query.bytes("said");
+    query.end()?;
+    let rows = watcher_api::rows(context);
+    if rows.is_empty() {
+        return Ok(empty(
+            "No watchers are declared.",
+            "One runs a command for each thing that changed under a prefix, again until it succeeds. In vedetta.toml:",
+            "[watch.rooms]\nprefix = \"/rooms/\"\nrun = [\"./on-room.sh\"]",
+        ));
+    }
+    let heads = [
+        ("Watcher", false),
+        ("Prefix", false),
+        ("Phase", false),
+        ("Behind", true),
+        ("Ids", true),
+        ("Running", true),
+        ("Waiting", true),
+        ("Failing", true),
+        ("Done", true),
+        ("Failed", true),
+        ("Last error", false),
+        ("", false),
+    ];
+    let body = html! {
+        tbody {
+            @for row in &rows {
+                @let name = row["name"].as_str().unwrap_or_default();
+                tr data-watcher=(name) {
+                    td.name { (visible(name)) }
+                    td.name { code { (any_text(row, "prefix")) } }
+                    td { span.badge data-f="phase" data-b="plain" data-s=(text(row, "phase")) { (text(row, "phase")) } }
+                    (count(row, "behind")) (count(row, "ids")) (count(row, "running")) (count(row, "waiting")) (count(row, "failing")) (count(row, "done")) (count(row, "failed"))
+                    td.error { span.long data-f="last_error" { (text(row, "last_error")) } }
+                    td.actions { (action(visit, &visit.here, &format!("/watchers/{}/resync", part(name)), "Resync", &format!("watcher {name}"))) }
+                }
+                @for (id, trouble) in context.watchers.get(name).map(|watched| watched.handle.troubles(SHOWN as usize)).unwrap_or_default() {
+                    (troubled(name, Some((&String::from_utf8_lossy(id.as_bytes()), &trouble))))
+                }
+            }
+        }
+    };
+    Ok(html! {
+        (parts::table("Watchers", &heads, &body))
+        template #trouble-row { (troubled("", None)) }
+    })
+}
+
+/// What is wrong with an id; without one, the row that scripts fill.
+fn troubled(watcher: &str, found: Option<(&str, &Trouble)>) -> Markup {
+    let (id, why) = found.map(|(id, trouble)| (visible(id), said(trouble))).unwrap_or_default();
+    html! {
+        tr.trouble data-of=(watcher) { td colspan="12" { code data-f="id" { (id) } " " span.long data-f="why" { (why) } } }
+    }
+}
+
+fn said(trouble: &Trouble) -> String {
+    let mut why = Vec::new();
+    if let Some(error) = &trouble.error {
+        let again = trouble.retry_in.map(|wait| format!(", again in {}", span(wait)));
+        let times = trouble.failures;
+        why.push(format!("failed {times} times{}: {error}", again.unwrap_or_default()));
+    }
+    let unreadable = trouble.unreadable.iter();
+    why.extend(unreadable.map(|(key_type, error)| format!("cannot read {key_type}: {error}")));
+    visible(&why.join("\n"))
+}
+
+pub(super) async fn stages(State(context): State<Context>, visit: Visit, query: Query) -> Response {
+    let body = staged(&context, &visit, query).await;
+    visit.show(Tab::Stages, "Stages", body)
+}
+
+async fn staged(context: &Context, visit: &Visit, mut query: Query) -> Result<Markup, ApiError> {
+    query.bytes("said");
+    query.end()?;
+    let rows = stage_api::listed(context).await?;
+    if rows.is_empty() {
+        return Ok(empty(
+            "There are no stages.",
+            "Rust programs carry the entities of a table through stages; the example is a whole shop:",
+            "cargo run --release -p orders -- work --place 500",
+        ));
+    }
+    let heads = [
+        ("Entity", false),
+        ("Stage", false),
+        ("Records", true),
+        ("Due", true),
+        ("Held", true),
+        ("Failing", true),
+        ("Parked", true),
+        ("Oldest due", true),
+        ("Done", true),
+        ("A second", true),
+        ("Failed", true),
+    ];
+    let mut parked = Vec::new();
+    for row in rows.iter().filter(|row| row["parked"].as_u64() > Some(0)) {
+        let (entity, stage) = (text(row, "entity"), text(row, "stage"));
+        let records = stage_api::parked(context, &entity, &stage, SHOWN).await?;
+        parked.extend(records.into_iter().map(|record| (entity.clone(), record)));
+    }
+    let body = html! {
+        tbody {
+            @for row in &rows {
+                tr data-stage=(format!("{} {}", row["entity"], row["stage"])) {
+                    td.name { (text(row, "entity")) }
+                    td.name { (text(row, "stage")) }
+                    (count(row, "records")) (count(row, "due")) (count(row, "held")) (count(row, "failing")) (count(row, "parked"))
+                    td.number data-f="oldest_due_ms" data-b="ms" { (row["oldest_due_ms"].as_u64().map_or("–".into(), |ms| span(std::time::Duration::from_millis(ms)))) }
+                    (count(row, "done"))
+                    td.number data-f="rate" data-b="number" {}
+                    (count(row, "failed"))
+                }
+            }
+        }
+    };
+    Ok(html! {
+        (parts::table("Stages", &heads, &body))
+        @if !parked.is_empty() {
+            h2 { "Parked" }
+            p.muted { "Records that kept failing, set aside until somebody asks. The first of each stage; " code { "vedetta stage list ENTITY --parked" } " has all." }
+            (parts::table("Parked records", &[("Entity", false), ("Id", false), ("Stage", false), ("Failures", true), ("Error", false), ("", false)], &html! {
+                tbody {
+                    @for (entity, record) in &parked {
+                        @let to = format!("/stages/{}/{}/{}/retry", part(entity), part(&record.stage), part(&record.id));
+                        tr {
+                            td.name { (visible(entity)) } td.name { (visible(&record.id)) } td.name { (visible(&record.stage)) }
+                            td.number { (record.failures) }
+                            td.error { span.long { (visible(record.error.as_deref().unwrap_or_default())) } }
+                            td.actions { (action(visit, &visit.here, &to, "Retry", &format!("{} of {entity} {}", record.stage, record.id))) }
+                        }
+                    }
+                }
+            }))
+        }
+    })
+}

@@ -1,0 +1,364 @@
+//! What people do with the pages.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use fantoccini::Locator;
+use fantoccini::key::Key;
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+use vedetta_dashboard::{Api, Limits, serve};
+use vedetta_jobs::{Ledger as _, Mode};
+use vedetta_kv::Put;
+
+use crate::browser::{Browser, Scripts};
+use crate::support::{PATIENCE, Server};
+
+const HOSTILE: &str =
+    r#"<img src=x onerror="window.hacked=1"><script>window.hacked=2</script>"'`${window.hacked=3}"#;
+
+async fn add(server: &Server, body: Value) -> u64 {
+    server.post("/jobs", body).await["id"].as_u64().unwrap()
+}
+
+/// Takes a job of the default queue: its id and the proof.
+async fn take(server: &Server) -> (u64, Value) {
+    let taken = server.post("/queues/default/take", json!({"worker": "anna", "capacity": 2})).await;
+    (taken["jobs"][0]["id"].as_u64().unwrap(), taken["jobs"][0]["token"].clone())
+}
+
+async fn settle(server: &Server, (id, token): &(u64, Value), outcome: Value) {
+    let mut body = outcome;
+    body["token"] = token.clone();
+    server.post(&format!("/jobs/{id}/settle"), body).await;
+}
+
+/// A job that failed for good.
+async fn dead(server: &Server, error: &str) -> u64 {
+    let id = add(server, json!({"kind": "pack", "max_attempts": 1})).await;
+    let taken = take(server).await;
+    assert_eq!(taken.0, id);
+    settle(server, &taken, json!({"outcome": "dead", "error": error})).await;
+    id
+}
+
+async fn status(server: &Server, id: u64) -> String {
+    let job = server.get(&format!("/api/v1/jobs/{id}")).await;
+    if job.status == 404 {
+        "gone".into()
+    } else {
+        job.json()["status"].as_str().unwrap().to_owned()
+    }
+}
+
+/// It is the same page as before: it was not loaded again.
+async fn mark(browser: &Browser) {
+    browser.run("window.mark = 1").await;
+}
+
+async fn is_marked(browser: &Browser) -> bool {
+    browser.run("return window.mark === 1").await == true
+}
+
+#[tokio::test]
+async fn a_job_is_followed_to_its_end_without_loading_the_page_again() {
+    let server = Server::start().await;
+    let browser = Browser::open().await;
+    let id = add(&server, json!({"kind": "pack"})).await;
+    browser.live(server.address, "/jobs").await;
+    mark(&browser).await;
+    let row = format!("tr[data-job='{id}']");
+    browser.says(&format!("{row} .badge"), "waiting").await;
+    let taken = take(&server).await;
+    browser.says(&format!("{row} .badge"), "running").await;
+    let note = json!({"token": taken.1, "progress": 0.25, "message": "a quarter"});
+    server.post(&format!("/jobs/{id}/keep"), note).await;
+    browser.says(&format!("{row} [data-f=note]"), "a quarter").await;
+    let bar =
+        browser.run(&format!("return document.querySelector(\"{row} progress\").value")).await;
+    assert_eq!(bar, 0.25);
+    let next = add(&server, json!({"kind": "later"})).await;
+    browser.says("#newer", "▲ 1 new").await;
+    assert!(is_marked(&browser).await);
+
+    browser.click(&format!("{row} a[data-f=id]")).await;
+    browser.find("#line[data-state=live]").await;
+    mark(&browser).await;
+    browser.says("#job [data-f=percent]", "25 %").await;
+    let note = json!({"token": taken.1, "progress": 0.75, "log": "three of four\n"});
+    server.post(&format!("/jobs/{id}/keep"), note).await;
+    browser.says("#job [data-f=percent]", "75 %").await;
+    browser.says("#job [data-f=log]", "three of four").await;
+    settle(&server, &taken, json!({"outcome": "done", "result": {"files": 4}})).await;
+    browser.says("#job .badge", "done").await;
+    browser.says("#job [data-f=result]", "\"files\": 4").await;
+    assert!(is_marked(&browser).await);
+
+    browser.live(server.address, "/").await;
+    mark(&browser).await;
+    browser.says("[data-stat='jobs.ready']", "1").await;
+    let taken = take(&server).await;
+    assert_eq!(taken.0, next);
+    settle(&server, &taken, json!({"outcome": "done"})).await;
+    browser.says("#news li:first-child", "done").await;
+    browser.says("[data-stat='jobs.ready']", "0").await;
+    assert!(is_marked(&browser).await);
+    assert_eq!(browser.complaints(), [""; 0]);
+    drop(browser);
+    server.end().await;
+}
+
+#[tokio::test]
+async fn buttons_do_what_they_say_and_the_page_says_so() {
+    let server = Server::start().await;
+    let browser = Browser::open().await;
+    let (first, second) = (dead(&server, "no ink").await, dead(&server, "no paper").await);
+    browser.live(server.address, "/failed").await;
+    mark(&browser).await;
+    browser.says("#jobs", "no paper").await;
+    browser.click(&format!("tr[data-job='{first}'] form[action$='/retry'] button")).await;
+    browser.says("#outcome", &format!("Job {first} is to be tried again.")).await;
+    browser.says(&format!("tr[data-job='{first}'] .badge"), "waiting").await;
+    assert_eq!(status(&server, first).await, "waiting");
+    browser.click(&format!("tr[data-job='{second}'] .careful summary")).await;
+    browser.click(&format!("tr[data-job='{second}'] form[action$='/delete'] button")).await;
+    browser.says(&format!("tr[data-job='{second}'] .badge"), "deleted").await;
+    assert_eq!(status(&server, second).await, "gone");
+    assert!(is_marked(&browser).await);
+
+    browser.live(server.address, &format!("/jobs/{first}")).await;
+    browser.click("form[action$='/cancel'] button").await;
+    browser.says("#job .badge", "cancelled").await;
+    assert_eq!(status(&server, first).await, "cancelled");
+
+    browser.live(server.address, "/queues").await;
+    mark(&browser).await;
+    browser.click("tr[data-queue=default] form[action$='/pause'] button").await;
+    browser.says("tr[data-queue=default] .badge", "paused").await;
+    assert_eq!(server.jobs.queues().await.unwrap()[0].mode, Mode::Paused);
+    browser.click("tr[data-queue=default] form[action$='/resume'] button").await;
+    browser.says("tr[data-queue=default] .badge", "open").await;
+    assert_eq!(server.jobs.queues().await.unwrap()[0].mode, Mode::Open);
+    assert!(is_marked(&browser).await);
+
+    let third = dead(&server, "no glue").await;
+    browser.live(server.address, "/failed").await;
+    browser.click("form.bulk button").await;
+    browser.says("#outcome", "1 job is to be tried again.").await;
+    assert_eq!(status(&server, third).await, "waiting");
+    assert_eq!(browser.complaints(), [""; 0]);
+    drop(browser);
+    server.end().await;
+}
+
+#[tokio::test]
+async fn nothing_that_people_write_is_obeyed() {
+    let server = Server::start().await;
+    let browser = Browser::open().await;
+    let payload = json!({"name": HOSTILE});
+    browser.live(server.address, "/").await;
+    let id = add(
+        &server,
+        json!({"kind": "pack", "payload": payload, "unique_key": HOSTILE, "tags": ["x"]}),
+    )
+    .await;
+    browser.says("#news", "pack").await;
+    let taken = take(&server).await;
+    browser.live(server.address, "/jobs").await;
+    let note = json!({"token": taken.1, "progress": 0.5, "message": HOSTILE, "log": HOSTILE});
+    server.post(&format!("/jobs/{id}/keep"), note.clone()).await;
+    browser.says("#jobs", "<img src=x").await;
+    browser.live(server.address, &format!("/jobs/{id}")).await;
+    server.post(&format!("/jobs/{id}/keep"), note).await;
+    browser.says("#job [data-f=log]", "<img src=x").await;
+    settle(&server, &taken, json!({"outcome": "dead", "error": HOSTILE})).await;
+    browser.says("#job [data-f=error]", "<img src=x").await;
+    browser.live(server.address, "/failed").await;
+    browser.says("#jobs", "<img src=x").await;
+    let again = dead(&server, HOSTILE).await;
+    browser
+        .live(server.address, &format!("/failed?q={}", "%3Cimg%20src%3Dx%20onerror%3Dalert(1)%3E"))
+        .await;
+    browser.live(server.address, "/kv").await;
+    server.store.put(Put::new(HOSTILE, HOSTILE)).await.unwrap();
+    server.store.put(Put::new("\u{202e}b", vec![0xff_u8, 0])).await.unwrap();
+    browser.says("#changes", "base64").await;
+    browser.says("#changes", "<img src=x").await;
+    browser.live(server.address, "/kv").await;
+    for path in [
+        "/",
+        "/jobs",
+        "/failed",
+        "/kv",
+        "/insights",
+        &format!("/jobs/{again}"),
+        &format!("/jobs/{id}"),
+    ] {
+        browser.live(server.address, path).await;
+        let found = browser.run("return [window.hacked ?? 0, document.querySelectorAll('main img, main script').length]").await;
+        assert_eq!(found, json!([0, 0]), "{path}");
+    }
+    assert_eq!(browser.complaints(), [""; 0]);
+    drop(browser);
+    server.end().await;
+}
+
+#[tokio::test]
+async fn without_scripts_pages_are_read_and_forms_work() {
+    let server = Server::start().await;
+    let browser = Browser::with(Scripts::Off).await;
+    let id = dead(&server, "no ink").await;
+    browser.goto(server.address, "/failed").await;
+    browser.says("#jobs", "no ink").await;
+    assert!(
+        !browser.find("#pause").await.is_displayed().await.unwrap(),
+        "what needs a script is not shown"
+    );
+    browser.click(&format!("tr[data-job='{id}'] form[action$='/retry'] button")).await;
+    browser.says("#outcome", &format!("Job {id} is to be tried again.")).await;
+    assert_eq!(status(&server, id).await, "waiting");
+    let url = browser.client.current_url().await.unwrap();
+    assert_eq!(url.path(), "/failed", "back where it was");
+
+    browser.goto(server.address, "/").await;
+    browser.says("[data-stat='jobs.ready']", "1").await;
+    browser.click(".chart summary").await;
+    browser.says(".chart table", "Done").await;
+    browser.click("nav a[href='/jobs']").await;
+    let field = browser.find("input[name=kind]").await;
+    field.send_keys("pack").await.unwrap();
+    browser.click(".filters button").await;
+    browser.says("#jobs", "pack").await;
+    browser.click(&format!("tr[data-job='{id}'] a[data-f=id]")).await;
+    browser.click("form[action$='/cancel'] button").await;
+    browser.says("#job .badge", "cancelled").await;
+    browser.click(".careful summary").await;
+    browser.click("form[action$='/delete'] button").await;
+    browser.says("#outcome", &format!("Job {id} was deleted.")).await;
+    browser.goto(server.address, "/queues").await;
+    browser.click("form[action$='/pause'] button").await;
+    browser.says("tr[data-queue=default] .badge", "paused").await;
+    browser.click("form.theme button[value=dark]").await;
+    browser.find("html[data-theme=dark]").await;
+    drop(browser);
+    server.end().await;
+}
+
+#[tokio::test]
+async fn the_keyboard_reaches_all_that_can_be_used() {
+    /// What can be used and is seen, each with a mark of its own.
+    const USABLE: &str = "
+        const all = [...document.querySelectorAll('a[href], button, input, select, summary, [tabindex=\"0\"]')];
+        const seen = all.filter((node) => node.type !== 'hidden' && node.checkVisibility() && !node.disabled);
+        seen.forEach((node, n) => (node.dataset.reach = n));
+        return seen.length";
+    let server = Server::start().await;
+    let browser = Browser::open().await;
+    let id = dead(&server, "no ink").await;
+    for path in ["/", "/jobs", "/failed", "/queues", "/kv", "/insights", &format!("/jobs/{id}")] {
+        browser.live(server.address, path).await;
+        let count = browser.run(USABLE).await.as_u64().unwrap();
+        let mut reached = std::collections::BTreeSet::new();
+        let body = browser.client.find(Locator::Css("body")).await.unwrap();
+        for step in 0..count + 5 {
+            let focus = browser.client.active_element().await.unwrap_or_else(|_| body.clone());
+            focus.send_keys(&Key::Tab.to_string()).await.unwrap();
+            let script = "const node = document.activeElement;
+                return [node.dataset.reach ?? null, node.className, getComputedStyle(node).outlineStyle]";
+            let now = browser.run(script).await;
+            if step == 0 {
+                assert_eq!(now[1], "skip", "{path}: the way to the content comes first");
+            }
+            if let Some(number) = now[0].as_str() {
+                assert_ne!(now[2], "none", "{path}: the focus is seen");
+                reached.insert(number.parse::<u64>().unwrap());
+            }
+        }
+        let missing: Vec<u64> = (0..count).filter(|number| !reached.contains(number)).collect();
+        assert!(missing.is_empty(), "{path}: {missing:?} of {count} are not reached");
+    }
+    browser.live(server.address, "/failed").await;
+    browser.find(".skip").await.send_keys(&Key::Enter.to_string()).await.unwrap();
+    assert_eq!(browser.run("return document.activeElement.id").await, "main");
+    let button = browser.find(&format!("tr[data-job='{id}'] form[action$='/retry'] button")).await;
+    button.send_keys(&Key::Enter.to_string()).await.unwrap();
+    browser.says("#outcome", "is to be tried again").await;
+    assert_eq!(status(&server, id).await, "waiting");
+    drop(browser);
+    server.end().await;
+}
+
+/// The same store and jobs, served at an address of our own.
+async fn serve_at(
+    server: &Server,
+    address: Option<SocketAddr>,
+) -> (SocketAddr, CancellationToken, tokio::task::JoinHandle<()>) {
+    let wanted = address.unwrap_or_else(|| SocketAddr::from(([127, 0, 0, 1], 0)));
+    let listener = TcpListener::bind(wanted).await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let api = Api::new(server.store.clone())
+        .jobs(Arc::new(server.jobs.clone()))
+        .limits(Limits::default());
+    let stop = CancellationToken::new();
+    (address, stop.clone(), tokio::spawn(serve(listener, api, stop)))
+}
+
+#[tokio::test]
+async fn the_stream_comes_back_when_the_server_does() {
+    let server = Server::start().await;
+    let browser = Browser::open().await;
+    let (address, stop, serving) = serve_at(&server, None).await;
+    let id = add(&server, json!({"kind": "pack"})).await;
+    browser.live(address, "/jobs").await;
+    mark(&browser).await;
+    stop.cancel();
+    tokio::time::timeout(PATIENCE, serving).await.expect("it ends").unwrap();
+    browser.says("#line", "no connection").await;
+    // What happens meanwhile is seen when it is back.
+    let taken = take(&server).await;
+    settle(&server, &taken, json!({"outcome": "done"})).await;
+    let (_, stop, serving) = serve_at(&server, Some(address)).await;
+    browser.says("#line", "live").await;
+    browser.says(&format!("tr[data-job='{id}'] .badge"), "done").await;
+    assert!(is_marked(&browser).await, "without loading it again");
+    stop.cancel();
+    drop(browser);
+    tokio::time::timeout(PATIENCE, serving).await.expect("it ends").unwrap();
+    server.end().await;
+}
+
+#[tokio::test]
+async fn eight_tabs_load_and_are_live_and_a_paused_one_waits() {
+    let server = Server::start().await;
+    let browser = Browser::open().await;
+    let id = add(&server, json!({"kind": "pack"})).await;
+    let mut tabs = vec![browser.client.window().await.unwrap()];
+    for _ in 0..7 {
+        tabs.push(browser.client.new_window(true).await.unwrap().handle);
+    }
+    for tab in &tabs {
+        browser.client.switch_to_window(tab.clone()).await.unwrap();
+        browser.live(server.address, "/jobs").await;
+    }
+    browser.click("#pause").await;
+    let taken = take(&server).await;
+    let paused = tabs.pop().unwrap();
+    let badge = format!("tr[data-job='{id}'] .badge");
+    for tab in tabs {
+        browser.client.switch_to_window(tab).await.unwrap();
+        browser.says(&badge, "running").await;
+    }
+    browser.client.switch_to_window(paused).await.unwrap();
+    browser.says("#line", "paused").await;
+    browser.says(&badge, "waiting").await;
+    browser.click("#pause").await;
+    browser.says(&badge, "running").await;
+    settle(&server, &taken, json!({"outcome": "done"})).await;
+    browser.says(&badge, "done").await;
+    let metrics = server.get("/metrics").await.body;
+    let streams = metrics.lines().find(|line| line.contains(r#"route="/api/v1/events""#)).unwrap();
+    assert!(streams.ends_with("} 1"), "one stream for all of them: {streams}");
+    drop(browser);
+    server.end().await;
+}

@@ -1,0 +1,170 @@
+//! All that changes, as a page or a program is told of it.
+
+use serde_json::{Value, json};
+use vedetta_core::queue::Settled;
+use vedetta_jobs::{Fate, Jobs as _, Ledger as _, Mode, NewJob, Wanted};
+use vedetta_kv::Put;
+
+use crate::support::{Feed, Message, PATIENCE, Server, until};
+
+impl Feed {
+    /// The first event of this name that is like that.
+    async fn until(&mut self, event: &str, is_it: impl Fn(&Value) -> bool) -> Message {
+        let wait = async {
+            loop {
+                let message = self.event().await.expect("the stream goes on");
+                if message.event == event && is_it(&message.data) {
+                    return message;
+                }
+            }
+        };
+        tokio::time::timeout(PATIENCE, wait).await.expect("it is told")
+    }
+}
+
+fn job(id: u64, status: &'static str) -> impl Fn(&Value) -> bool {
+    move |data| data["id"] == id && data["status"] == status
+}
+
+async fn add(server: &Server, kind: &str) -> u64 {
+    server.post("/jobs", json!({ "kind": kind })).await["id"].as_u64().unwrap()
+}
+
+#[tokio::test]
+async fn a_job_is_told_of_from_its_beginning_to_its_end() {
+    let server = Server::start().await;
+    let mut feed = server.feed("/events", "").await;
+    let hello = feed.event().await.unwrap();
+    assert_eq!(hello.event, "hello");
+    assert!(hello.data["now"].is_string() && hello.data["version"].is_string(), "{hello:?}");
+
+    let id = add(&server, "pack").await;
+    let told = feed.until("job", job(id, "waiting")).await;
+    assert_eq!((&told.data["kind"], &told.data["queue"]), (&json!("pack"), &json!("default")));
+    assert!(told.data.get("payload").is_none(), "what is long is left out");
+    let taken = server.post("/queues/default/take", json!({"worker": "anna"})).await;
+    let token = taken["jobs"][0]["token"].clone();
+    let told = feed.until("job", job(id, "running")).await;
+    assert_eq!(told.data["worker"], "anna");
+    let note = json!({"token": token, "progress": 0.5, "message": "half"});
+    server.post(&format!("/jobs/{id}/keep"), note).await;
+    let told = feed.until("job", |data| data["progress"] == 0.5).await;
+    assert_eq!(told.data["message"], "half");
+    server.post(&format!("/jobs/{id}/settle"), json!({"token": token, "outcome": "done"})).await;
+    feed.until("job", job(id, "done")).await;
+    assert_eq!(server.send(&format!("DELETE /api/v1/jobs/{id}"), &[], "").await.status, 200);
+    feed.until("job", |data| data["id"] == id && data["gone"] == true).await;
+    server.end().await;
+}
+
+#[tokio::test]
+async fn what_happens_elsewhere_is_told_too() {
+    let server = Server::start().await;
+    let mut feed = server.feed("/events", "").await;
+    feed.event().await.unwrap();
+    // As another process would: not through the server.
+    let id = server.jobs.enqueue(&[NewJob::new("pack")]).await.unwrap()[0].id;
+    feed.until("job", job(id.0, "waiting")).await;
+    let wanted = Wanted {
+        queue: "default",
+        worker: "anna",
+        room: 1,
+        capacity: 1,
+        lease: std::time::Duration::from_secs(30),
+    };
+    let given = server.jobs.take(&wanted).await.unwrap().jobs.remove(0);
+    feed.until("job", job(id.0, "running")).await;
+    let settled = server.jobs.settle(&[(given.claim, Fate::Done { result: None })]).await.unwrap();
+    assert_eq!(settled, [Settled::Gone]);
+    feed.until("job", job(id.0, "done")).await;
+    server.jobs.set_mode("default", Mode::Paused).await.unwrap();
+    feed.until("queue", |data| data["name"] == "default" && data["mode"] == "paused").await;
+    server.store.put(Put::new("color", "blue")).await.unwrap();
+    let told = feed.until("kv", |data| data["changes"][0]["key"] == "color").await;
+    assert_eq!(told.data["changes"][0]["value"], "blue");
+    let told = feed.until("stats", |data| data["jobs"]["done"] == 1).await;
+    assert_eq!(told.data["jobs"]["paused"], 1);
+    server.end().await;
+}
+
+#[tokio::test]
+async fn who_comes_back_goes_on_where_it_was_and_who_cannot_is_told() {
+    let server = Server::start().await;
+    let mut feed = server.feed("/events?topics=job", "").await;
+    feed.event().await.unwrap();
+    let first = add(&server, "one").await;
+    let seen = feed.until("job", job(first, "waiting")).await.last;
+    drop(feed);
+    let second = add(&server, "two").await;
+    let mut feed = server.feed("/events?topics=job", &format!("Last-Event-ID: {seen}\r\n")).await;
+    assert_eq!(feed.event().await.unwrap().event, "hello");
+    let next = feed.event().await.unwrap();
+    assert_eq!(
+        (next.event.as_str(), &next.data["id"]),
+        ("job", &json!(second)),
+        "nothing is missed, nothing twice"
+    );
+
+    for lost in ["00000000-1", "nonsense", "99999999999999999999-1"] {
+        let mut feed = server.feed("/events", &format!("Last-Event-ID: {lost}\r\n")).await;
+        assert_eq!(feed.event().await.unwrap().event, "hello");
+        let reset = feed.event().await.unwrap();
+        assert_eq!(reset.event, "reset", "{lost}");
+        let third = add(&server, "three").await;
+        feed.until("job", job(third, "waiting")).await;
+    }
+    server.end().await;
+}
+
+#[tokio::test]
+async fn a_stream_has_the_topics_that_were_asked_for() {
+    let server = Server::start().await;
+    let mut feed = server.feed("/events?topics=kv", "").await;
+    assert_eq!(feed.event().await.unwrap().data["topics"], json!(["kv"]));
+    add(&server, "pack").await;
+    server.put("a", "1").await;
+    assert_eq!(feed.event().await.unwrap().event, "kv");
+    let wrong = server.get("/api/v1/events?topics=job,jobs").await;
+    assert_eq!((wrong.status, wrong.code()), (422, "invalid".into()));
+    server.end().await;
+}
+
+#[tokio::test]
+async fn a_flood_of_keys_is_told_in_part_with_how_many_were_left_out() {
+    let server = Server::start().await;
+    let mut feed = server.feed("/events?topics=kv", "").await;
+    feed.event().await.unwrap();
+    let puts = (0..500).map(|n| server.store.put(Put::new(format!("k{n:03}"), "v".repeat(1000))));
+    futures_util::future::try_join_all(puts).await.unwrap();
+    let (mut told, mut left_out) = (0, 0);
+    while told + left_out < 500 {
+        let message = feed.event().await.unwrap();
+        let changes = message.data["changes"].as_array().unwrap();
+        assert!(
+            changes.len() <= 50
+                && changes.iter().all(|one| one["value"].as_str().unwrap().len() <= 200)
+        );
+        assert_eq!(changes[0]["bytes"], 1000);
+        told += changes.len();
+        left_out += usize::try_from(message.data["left_out"].as_u64().unwrap()).unwrap();
+    }
+    assert_eq!(told + left_out, 500);
+    server.end().await;
+}
+
+#[tokio::test]
+async fn nobody_looks_when_nobody_listens_and_a_stop_ends_the_streams() {
+    let server = Server::start().await;
+    assert_eq!(server.store.status().watchers, 0);
+    let feed = server.feed("/events", "").await;
+    let mut other = server.feed("/events", "").await;
+    until(|| server.store.status().watchers == 1).await;
+    drop(feed);
+    other.event().await.unwrap();
+    drop(other);
+    until(|| server.store.status().watchers == 0).await;
+    let mut feed = server.feed("/events", "").await;
+    server.stop.cancel();
+    while feed.event().await.is_some() {}
+    server.end().await;
+}

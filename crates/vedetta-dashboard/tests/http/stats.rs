@@ -1,0 +1,164 @@
+//! Numbers over time, and for Prometheus.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+use vedetta_dashboard::Observed;
+use vedetta_jobs::{Fate, Jobs as _, NewJob, Wanted};
+
+use crate::support::Server;
+
+async fn alone() -> Server {
+    let server = Server::start().await;
+    let jobs = Observed::alone(Arc::new(server.jobs.clone()));
+    server.serve_as(|api| api.observed(jobs)).await
+}
+
+/// Has a job of a queue end so.
+async fn work(server: &Server, queue: &str, outcome: &str) {
+    server.post("/jobs", json!({"kind": "pack", "queue": queue, "max_attempts": 1})).await;
+    let take = json!({"worker": "anna", "capacity": 4, "max": 1});
+    let taken = server.post(&format!("/queues/{queue}/take"), take).await;
+    let (id, token) = (&taken["jobs"][0]["id"], &taken["jobs"][0]["token"]);
+    let mut end = json!({"token": token, "outcome": outcome});
+    if outcome == "snooze" {
+        end["delay_ms"] = json!(60_000);
+    }
+    server.post(&format!("/jobs/{id}/settle"), end).await;
+}
+
+fn sum(points: &Value, name: &str) -> u64 {
+    points[name].as_array().unwrap().iter().map(|point| point.as_u64().unwrap_or(0)).sum()
+}
+
+#[tokio::test]
+async fn what_ends_is_counted_as_it_ends() {
+    let server = alone().await;
+    for (queue, outcome) in [
+        ("a", "done"),
+        ("a", "done"),
+        ("b", "done"),
+        ("b", "failed"),
+        ("b", "dead"),
+        ("b", "snooze"),
+        ("b", "released"),
+    ] {
+        work(&server, queue, outcome).await;
+    }
+    let stats = server.get("/api/v1/stats?range=15m&step=10s").await.json();
+    assert_eq!(stats["step_ms"], 10_000);
+    assert_eq!(stats["all"]["done"].as_array().unwrap().len(), 90);
+    assert_eq!((sum(&stats["all"], "done"), sum(&stats["all"], "failed")), (3, 2));
+    let b = &stats["queues"]["b"];
+    assert_eq!((sum(b, "done"), sum(b, "failed")), (1, 2));
+    let ran = stats["all"]["run_p95_ms"].as_array().unwrap().iter().flatten_numbers();
+    assert!(!ran.is_empty(), "how long they ran is known");
+    let only = server.get("/api/v1/stats?range=15m&queue=a").await.json();
+    assert_eq!(sum(&only["all"], "done"), 2);
+    assert_eq!(only["queues"].as_object().unwrap().len(), 1);
+
+    let queues = server.get("/api/v1/queues").await.json();
+    let b = queues["queues"].as_array().unwrap().iter().find(|queue| queue["name"] == "b").unwrap();
+    assert_eq!((&b["done_per_minute"], &b["failed_per_minute"]), (&json!(1), &json!(2)));
+    assert_eq!(b["capacity"], 4, "Anna's slots");
+    let now = server.get("/api/v1/overview").await.json();
+    assert_eq!((&now["jobs"]["done_per_minute"], &now["jobs"]["queues"]), (&json!(3), &json!(2)));
+    assert_eq!((&now["jobs"]["dead"], &now["jobs"]["workers"]), (&json!(2), &json!(2)));
+    for wrong in ["range=2d", "range=x", "range=1h&step=1ms", "step=2h", "colour=red"] {
+        assert_eq!(server.get(&format!("/api/v1/stats?{wrong}")).await.status, 422, "{wrong}");
+    }
+    server.end().await;
+}
+
+trait FlattenNumbers {
+    fn flatten_numbers(self) -> Vec<u64>;
+}
+
+impl<'a, I: Iterator<Item = &'a Value>> FlattenNumbers for I {
+    fn flatten_numbers(self) -> Vec<u64> {
+        self.filter_map(Value::as_u64).collect()
+    }
+}
+
+#[tokio::test]
+async fn what_others_settle_is_counted_by_what_is_kept() {
+    let server = Server::start().await;
+    // Once somebody is greeted the numbers were looked at.
+    let mut feed = server.feed("/events?topics=stats", "").await;
+    feed.event().await.unwrap();
+    server.jobs.enqueue(&[NewJob::new("pack"), NewJob::new("pack")]).await.unwrap();
+    let told = async |feed: &mut crate::support::Feed, ready: u64| loop {
+        if feed.event().await.unwrap().data["jobs"]["ready"] == ready {
+            return;
+        }
+    };
+    told(&mut feed, 2).await;
+    let lease = std::time::Duration::from_secs(30);
+    let wanted = Wanted { queue: "default", worker: "anna", room: 2, capacity: 2, lease };
+    let taken = server.jobs.take(&wanted).await.unwrap().jobs;
+    let dead = Fate::Dead { error: "no".into() };
+    let ends = [(taken[0].claim, Fate::Done { result: None }), (taken[1].claim, dead)];
+    server.jobs.settle(&ends).await.unwrap();
+    loop {
+        let stats = server.get("/api/v1/stats").await.json();
+        if (sum(&stats["all"], "done"), sum(&stats["all"], "failed")) == (1, 1) {
+            assert!(sum(&stats["all"], "ready") >= 2, "how much waited was seen");
+            break;
+        }
+        feed.event().await.unwrap();
+    }
+    server.end().await;
+}
+
+/// The lines that Prometheus would read, by name and labels.
+fn parsed(text: &str) -> BTreeMap<String, f64> {
+    let lines = text.lines().filter(|line| !line.starts_with('#'));
+    let parse = |line: &str| {
+        let (name, value) = line.rsplit_once(' ').unwrap_or_else(|| panic!("{line}"));
+        (name.to_owned(), value.parse().unwrap_or_else(|_| panic!("{line}")))
+    };
+    lines.map(parse).collect()
+}
+
+#[tokio::test]
+async fn prometheus_reads_what_there_is() {
+    let server = alone().await;
+    work(&server, "mail", "done").await;
+    work(&server, "mail", "failed").await;
+    server.post("/jobs", json!({"kind": "pack", "queue": "mail"})).await;
+    server.put("a", "1").await;
+    server.get("/api/v1/jobs/99").await;
+    server.get("/nowhere/at/all").await;
+    let answer = server.get("/metrics").await;
+    assert!(answer.head.contains("content-type: text/plain; version=0.0.4"), "{}", answer.head);
+    let metrics = parsed(&answer.body);
+    for (name, value) in [
+        (r#"vedetta_jobs{queue="mail",state="ready"}"#, 1.0),
+        (r#"vedetta_jobs{queue="mail",state="done"}"#, 1.0),
+        (r#"vedetta_jobs{queue="mail",state="dead"}"#, 1.0),
+        (r#"vedetta_jobs_done_total{queue="mail"}"#, 1.0),
+        (r#"vedetta_jobs_failed_total{queue="mail"}"#, 1.0),
+        (r#"vedetta_job_run_seconds_bucket{queue="mail",le="+Inf"}"#, 2.0),
+        (r#"vedetta_job_run_seconds_count{queue="mail"}"#, 2.0),
+        (r#"vedetta_queue_capacity_slots{queue="mail"}"#, 4.0),
+        ("vedetta_store_keys", 1.0),
+        ("vedetta_jobs_up", 1.0),
+        (
+            r#"vedetta_http_requests_total{method="GET",route="/api/v1/jobs/{id}",status="4xx"}"#,
+            1.0,
+        ),
+        (r#"vedetta_http_requests_total{method="GET",route="none",status="4xx"}"#, 1.0),
+        (r#"vedetta_http_requests_total{method="POST",route="/api/v1/jobs",status="2xx"}"#, 3.0),
+    ] {
+        assert_eq!(metrics.get(name), Some(&value), "{name}");
+    }
+    for name in ["process_resident_memory_bytes", "process_open_fds", "vedetta_store_bytes"] {
+        assert!(metrics[name] > 0.0, "{name}");
+    }
+    let typed = answer.body.lines().filter_map(|line| line.strip_prefix("# TYPE "));
+    let names: Vec<&str> = typed.filter_map(|line| line.split(' ').next()).collect();
+    let families: std::collections::BTreeSet<&str> = names.iter().copied().collect();
+    assert_eq!(names.len(), families.len(), "each family once");
+    server.end().await;
+}
