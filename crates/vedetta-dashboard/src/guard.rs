@@ -25,6 +25,7 @@ use crate::access::{Caller, Door, Ends, Kind, Needs, Rule, Table, csrf};
 use crate::api::Context;
 use crate::error::ApiError;
 use crate::input::{encode, fields};
+use crate::redact;
 
 const HEADERS: [(HeaderName, HeaderValue); 8] = [
     (
@@ -118,7 +119,9 @@ struct About {
 impl About {
     fn of(request: &Request) -> Self {
         let (method, uri) = (request.method().clone(), request.uri());
-        let target = uri.path_and_query().map_or("/", |target| target.as_str()).to_owned();
+        let target = uri.path_and_query().map_or("/", |target| target.as_str());
+        // Somebody may have put a token there.
+        let target = redact::text(target).unwrap_or_else(|| target.to_owned());
         let headers = request.headers();
         let cookie = text(headers, &header::COOKIE).map(str::to_owned);
         let accepts = text(headers, &header::ACCEPT).is_some_and(|all| all.contains("text/html"));
@@ -188,8 +191,8 @@ impl From<ApiError> for Box<Refused> {
 }
 
 /// Refused, and the audit log tells of somebody who is not known.
-fn stranger(error: ApiError) -> Box<Refused> {
-    Box::new(Refused { error, who: Some((None, "")) })
+fn stranger(error: ApiError) -> Refused {
+    Refused { error, who: Some((None, "")) }
 }
 
 impl Guard {
@@ -205,7 +208,7 @@ impl Guard {
             let message = "this came through a proxy, for which everybody is local";
             let error = ApiError::forbidden(message)
                 .hint("set auth.enabled, and sign in; or go around the proxy");
-            return Err(stranger(error));
+            return Err(stranger(error).into());
         }
         let path = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_owned());
         let rule = path.as_deref().and_then(|path| self.table.rule(request.method(), path));
@@ -225,6 +228,7 @@ impl Guard {
                     ApiError::unauthorized("the token is not known, or no longer good")
                         .hint("make one with `vedetta token add`"),
                 )
+                .into()
             } else {
                 // Nothing was tried.
                 ApiError::unauthorized("sign in first")

@@ -269,3 +269,21 @@ fn a_secret_in_a_job_is_in_no_log_of_the_server_and_in_no_list() {
         log.lines().find(|line| line.contains(CANARY)).unwrap_or("")
     );
 }
+
+#[test]
+fn the_doctor_says_when_nobody_could_sign_in() {
+    let folder = temp();
+    let at = folder.path();
+    let check = || {
+        let ran = run(at, &["doctor", "--http", "127.0.0.1:0", "--output", "json"]);
+        let checks = ran.json()["checks"].clone();
+        let access = checks.as_array().unwrap().iter().find(|one| one["name"] == "access");
+        access.unwrap()["state"].as_str().unwrap().to_owned()
+    };
+    assert_eq!(check(), "ok", "nobody has to");
+    config(at, "[auth]\nenabled = true");
+    assert_eq!(check(), "broken");
+    assert!(!at.join("vedetta-data").exists(), "looking makes nothing");
+    token(at, "ci", "viewer");
+    assert_eq!(check(), "ok");
+}
