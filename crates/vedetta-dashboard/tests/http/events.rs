@@ -43,14 +43,14 @@ async fn a_job_is_told_of_from_its_beginning_to_its_end() {
     assert_eq!((&told.data["kind"], &told.data["queue"]), (&json!("pack"), &json!("default")));
     assert!(told.data.get("payload").is_none(), "what is long is left out");
     let taken = server.post("/queues/default/take", json!({"worker": "anna"})).await;
-    let token = taken["jobs"][0]["token"].clone();
+    let proof = taken["jobs"][0]["token"].clone();
     let told = feed.until("job", job(id, "running")).await;
     assert_eq!(told.data["worker"], "anna");
-    let note = json!({"token": token, "progress": 0.5, "message": "half"});
+    let note = json!({"token": proof, "progress": 0.5, "message": "half"});
     server.post(&format!("/jobs/{id}/keep"), note).await;
     let told = feed.until("job", |data| data["progress"] == 0.5).await;
     assert_eq!(told.data["message"], "half");
-    server.post(&format!("/jobs/{id}/settle"), json!({"token": token, "outcome": "done"})).await;
+    server.post(&format!("/jobs/{id}/settle"), json!({"token": proof, "outcome": "done"})).await;
     feed.until("job", job(id, "done")).await;
     assert_eq!(server.send(&format!("DELETE /api/v1/jobs/{id}"), &[], "").await.status, 200);
     feed.until("job", |data| data["id"] == id && data["gone"] == true).await;
