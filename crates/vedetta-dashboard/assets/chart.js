@@ -20,10 +20,12 @@ const KINDS = {
   }),
   run: ({ all }) => ({
     text: time,
+    dots: true,
     lines: [["half within", "--accent", all.run_p50_ms], ["95 % within", "--wait", all.run_p95_ms]],
   }),
   wait: ({ all }) => ({
     text: time,
+    dots: true,
     lines: [["half within", "--accent", all.wait_p50_ms], ["95 % within", "--wait", all.wait_p95_ms]],
   }),
   depth: ({ queues }) => ({
@@ -32,7 +34,7 @@ const KINDS = {
   oldest: ({ all }) => ({ text: time, lines: [["oldest", "--wait", all.oldest_ms]] }),
 };
 
-function options(width, { lines, text = number, bars = false }) {
+function options(width, { lines, text = number, bars = false, dots = false }) {
   const axis = { stroke: color("--muted"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line") } };
   const series = lines.map(([label, hue], n) => ({
     label,
@@ -40,7 +42,7 @@ function options(width, { lines, text = number, bars = false }) {
     width: 2,
     dash: n === 1 ? [6, 3] : undefined, // told apart without colours, too
     fill: bars && n === 0 ? `${color(hue)}33` : undefined,
-    points: { show: text === time, size: 5, fill: color(hue) }, // what has nothing beside it is seen, too
+    points: { show: dots, size: 5, fill: color(hue) }, // what has nothing beside it is seen, too
     spanGaps: false,
     value: (_, value) => (value === null ? "–" : text(value)),
   }));
@@ -49,7 +51,7 @@ function options(width, { lines, text = number, bars = false }) {
     height: HEIGHT,
     cursor: { y: false, drag: { x: false, y: false } },
     legend: { live: true },
-    scales: { y: { range: (_, __, most) => [0, Math.max(most * 1.1, 1)] } },
+    scales: { y: { range: (_, __, most) => [0, Math.max(most * 1.1, text === number ? 1 : 10)] } },
     axes: [axis, { ...axis, size: 64, incrs: text === number ? WHOLE : undefined, values: (_, ticks) => ticks.map((tick) => text(tick)) }],
     series: [{ value: (_, at) => (at === null ? "–" : new Date(at * 1000).toLocaleTimeString()) }, ...series],
   };

@@ -51,9 +51,9 @@ export function ago(text) {
   return past < 1000 ? "now" : `${coarse(past)} ago`;
 }
 
-// The word that people are shown: of those that wait, why.
+// The word that people are shown: of those that wait, why. Two clocks are never quite the same.
 export function look(job) {
-  if (job.status !== "waiting" || Date.parse(job.run_at) <= now()) return job.status;
+  if (job.status !== "waiting" || Date.parse(job.run_at) <= now() + 1000) return job.status;
   return job.attempts > 0 ? "retrying" : "scheduled";
 }
 

@@ -305,6 +305,10 @@ setInterval(() => {
     const { thing } = node.closest("[data-job]") ?? {};
     if (thing?.status === "running") set(node, took(thing));
   }
+  for (const node of document.querySelectorAll('.badge[data-s="scheduled"], .badge[data-s="retrying"]')) {
+    const { thing } = node.closest("[data-job]") ?? {};
+    if (thing !== undefined) ways.status(node, thing.status, thing);
+  }
   for (const [name, { at }] of paces) {
     if (Date.now() - at > 3000) row("stage", name).forEach((node) => set(node.querySelector('[data-f="rate"]'), "0"));
   }

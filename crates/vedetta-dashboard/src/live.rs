@@ -277,7 +277,7 @@ impl JobRow {
     /// The word that people are shown: of those that wait, why.
     pub(crate) fn look(&self, now: SystemTime) -> &'static str {
         match self.status {
-            "waiting" if self.run_at <= now => "waiting",
+            "waiting" if self.run_at <= now + Duration::from_secs(1) => "waiting",
             "waiting" if self.attempts > 0 => "retrying",
             "waiting" => "scheduled",
             other => other,

@@ -183,9 +183,8 @@ impl Browser {
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         };
-        if tokio::time::timeout(PATIENCE, wait).await.is_err() {
-            panic!("{css} does not say {text:?} but {last:?}");
-        }
+        let said = tokio::time::timeout(PATIENCE, wait).await.is_ok();
+        assert!(said, "{css} does not say {text:?} but {last:?}");
     }
 
     pub(crate) async fn click(&self, css: &str) {

@@ -50,7 +50,7 @@ fn worker(jobs: &Arc<Observed>, queue: &str) -> Working {
         for step in 0..200_u8 {
             work.progress(f32::from(step) / 200.0);
             work.message(&format!("scene {step} of 200"));
-            tokio::time::sleep(Duration::from_millis(500)).await;
+            tokio::time::sleep(Duration::from_secs(1)).await;
         }
         Ok::<_, BoxError>(Outcome::Done(None))
     };

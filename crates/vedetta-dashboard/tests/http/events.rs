@@ -1,8 +1,12 @@
 //! All that changes, as a page or a program is told of it.
 
+use std::sync::Arc;
+
 use serde_json::{Value, json};
 use vedetta_core::queue::Settled;
-use vedetta_jobs::{Fate, Jobs as _, Ledger as _, Mode, NewJob, Wanted};
+use vedetta_db::postgres::Postgres;
+use vedetta_jobs::postgres::PostgresJobs;
+use vedetta_jobs::{Fate, Ledger, Mode, NewJob, Wanted};
 use vedetta_kv::Put;
 
 use crate::support::{Feed, Message, PATIENCE, Server, until};
@@ -43,47 +47,62 @@ async fn a_job_is_told_of_from_its_beginning_to_its_end() {
     assert_eq!((&told.data["kind"], &told.data["queue"]), (&json!("pack"), &json!("default")));
     assert!(told.data.get("payload").is_none(), "what is long is left out");
     let taken = server.post("/queues/default/take", json!({"worker": "anna"})).await;
-    let token = taken["jobs"][0]["token"].clone();
+    let proof = taken["jobs"][0]["token"].clone();
     let told = feed.until("job", job(id, "running")).await;
     assert_eq!(told.data["worker"], "anna");
-    let note = json!({"token": token, "progress": 0.5, "message": "half"});
+    let note = json!({"token": proof, "progress": 0.5, "message": "half"});
     server.post(&format!("/jobs/{id}/keep"), note).await;
     let told = feed.until("job", |data| data["progress"] == 0.5).await;
     assert_eq!(told.data["message"], "half");
-    server.post(&format!("/jobs/{id}/settle"), json!({"token": token, "outcome": "done"})).await;
+    server.post(&format!("/jobs/{id}/settle"), json!({"token": proof, "outcome": "done"})).await;
     feed.until("job", job(id, "done")).await;
     assert_eq!(server.send(&format!("DELETE /api/v1/jobs/{id}"), &[], "").await.status, 200);
     feed.until("job", |data| data["id"] == id && data["gone"] == true).await;
     server.end().await;
 }
 
-#[tokio::test]
-async fn what_happens_elsewhere_is_told_too() {
-    let server = Server::start().await;
+/// Another process works on the same jobs; what it does is told.
+async fn told_of(server: &Server, jobs: &dyn Ledger) {
     let mut feed = server.feed("/events", "").await;
     feed.event().await.unwrap();
-    // As another process would: not through the server.
-    let id = server.jobs.enqueue(&[NewJob::new("pack")]).await.unwrap()[0].id;
+    let id = jobs.enqueue(&[NewJob::new("pack")]).await.unwrap()[0].id;
     feed.until("job", job(id.0, "waiting")).await;
-    let wanted = Wanted {
-        queue: "default",
-        worker: "anna",
-        room: 1,
-        capacity: 1,
-        lease: std::time::Duration::from_secs(30),
-    };
-    let given = server.jobs.take(&wanted).await.unwrap().jobs.remove(0);
+    let lease = std::time::Duration::from_secs(30);
+    let wanted = Wanted { queue: "default", worker: "anna", room: 1, capacity: 1, lease };
+    let given = jobs.take(&wanted).await.unwrap().jobs.remove(0);
     feed.until("job", job(id.0, "running")).await;
-    let settled = server.jobs.settle(&[(given.claim, Fate::Done { result: None })]).await.unwrap();
+    let settled = jobs.settle(&[(given.claim, Fate::Done { result: None })]).await.unwrap();
     assert_eq!(settled, [Settled::Gone]);
     feed.until("job", job(id.0, "done")).await;
-    server.jobs.set_mode("default", Mode::Paused).await.unwrap();
+    let told = feed.until("stats", |data| data["jobs"]["done_per_minute"] == 1).await;
+    assert_eq!(told.data["jobs"]["done"], 1, "it is counted, too");
+    jobs.set_mode("default", Mode::Paused).await.unwrap();
     feed.until("queue", |data| data["name"] == "default" && data["mode"] == "paused").await;
     server.store.put(Put::new("color", "blue")).await.unwrap();
     let told = feed.until("kv", |data| data["changes"][0]["key"] == "color").await;
     assert_eq!(told.data["changes"][0]["value"], "blue");
-    let told = feed.until("stats", |data| data["jobs"]["done"] == 1).await;
-    assert_eq!(told.data["jobs"]["paused"], 1);
+    feed.until("stats", |data| data["jobs"]["paused"] == 1).await;
+}
+
+#[tokio::test]
+async fn what_happens_elsewhere_is_told_too() {
+    let server = Server::start().await;
+    let jobs = server.jobs.clone();
+    told_of(&server, &jobs).await;
+    server.end().await;
+}
+
+#[tokio::test]
+async fn what_happens_elsewhere_is_told_too_on_postgresql() {
+    let postgres = testing::postgres::Server::start().await;
+    let url = postgres.database().await;
+    let open = async || {
+        let schemas = [vedetta_jobs::postgres::SCHEMA];
+        PostgresJobs::new(Postgres::open_with(&url, 4, &schemas).await.unwrap())
+    };
+    let (ours, theirs) = (open().await, open().await);
+    let server = Server::start().await.serve_as(|api| api.jobs(Arc::new(ours))).await;
+    told_of(&server, &theirs).await;
     server.end().await;
 }
 

@@ -20,8 +20,8 @@ async fn work(server: &Server, queue: &str, outcome: &str) {
     server.post("/jobs", json!({"kind": "pack", "queue": queue, "max_attempts": 1})).await;
     let take = json!({"worker": "anna", "capacity": 4, "max": 1});
     let taken = server.post(&format!("/queues/{queue}/take"), take).await;
-    let (id, token) = (&taken["jobs"][0]["id"], &taken["jobs"][0]["token"]);
-    let mut end = json!({"token": token, "outcome": outcome});
+    let (id, proof) = (&taken["jobs"][0]["id"], &taken["jobs"][0]["token"]);
+    let mut end = json!({"token": proof, "outcome": outcome});
     if outcome == "snooze" {
         end["delay_ms"] = json!(60_000);
     }
