@@ -36,10 +36,6 @@ impl ApiError {
         Self { status, code, message: message.into(), hint: None, allow: None }
     }
 
-    pub(crate) fn status(&self) -> StatusCode {
-        self.status
-    }
-
     #[must_use]
     pub(crate) fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());

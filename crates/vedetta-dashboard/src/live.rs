@@ -20,6 +20,7 @@ use crate::input::Query;
 use crate::json::{Json, millis};
 use crate::metrics::Requests;
 use crate::observe::Observed;
+use crate::redact;
 use crate::stats::Span;
 
 /// What the pages and the stream of events live on.
@@ -242,6 +243,10 @@ pub(crate) struct JobRow {
     pub(crate) updated_at: SystemTime,
 }
 
+fn redacted(text: String) -> String {
+    redact::text(&text).unwrap_or(text)
+}
+
 fn short(text: String) -> String {
     match text.char_indices().nth(SHORT) {
         None => text,
@@ -260,8 +265,8 @@ impl From<Job> for JobRow {
             attempts: job.attempts,
             max_attempts: job.max_attempts,
             progress: job.progress,
-            message: job.message.map(short),
-            error: job.error.map(short),
+            message: job.message.map(redacted).map(short),
+            error: job.error.map(redacted).map(short),
             worker: job.worker,
             tags: job.tags,
             queued_at: job.queued_at,

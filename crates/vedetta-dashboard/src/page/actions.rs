@@ -106,7 +106,7 @@ impl Form {
         (StatusCode::SEE_OTHER, [(header::LOCATION, back)]).into_response()
     }
 
-    fn failed(self, context: &Context, error: ApiError) -> Response {
+    fn failed(self, error: ApiError) -> Response {
         if self.wants_json {
             return error.into_response();
         }
@@ -114,10 +114,10 @@ impl Form {
     }
 
     /// Answers with what came of it.
-    fn answer(self, context: &Context, done: Result<String, ApiError>) -> Response {
+    fn answer(self, done: Result<String, ApiError>) -> Response {
         match done {
             Ok(said) => self.done(&said),
-            Err(error) => self.failed(context, error),
+            Err(error) => self.failed(error),
         }
     }
 }
@@ -132,7 +132,7 @@ pub(super) async fn retry(State(context): State<Context>, id: Id, form: Form) ->
         Ok(format!("retry-{id}"))
     };
     let done = done.await;
-    form.answer(&context, done)
+    form.answer(done)
 }
 
 pub(super) async fn cancel(State(context): State<Context>, id: Id, form: Form) -> Response {
@@ -143,7 +143,7 @@ pub(super) async fn cancel(State(context): State<Context>, id: Id, form: Form) -
         Ok(format!("cancelled-{id}"))
     };
     let done = done.await;
-    form.answer(&context, done)
+    form.answer(done)
 }
 
 pub(super) async fn delete(State(context): State<Context>, id: Id, form: Form) -> Response {
@@ -153,7 +153,7 @@ pub(super) async fn delete(State(context): State<Context>, id: Id, form: Form) -
         Ok(format!("deleted-{id}"))
     };
     let done = done.await;
-    form.answer(&context, done)
+    form.answer(done)
 }
 
 pub(super) async fn retry_all(State(context): State<Context>, mut form: Form) -> Response {
@@ -173,7 +173,7 @@ pub(super) async fn retry_all(State(context): State<Context>, mut form: Form) ->
         Ok(format!("more-{count}"))
     };
     let done = done.await;
-    form.answer(&context, done)
+    form.answer(done)
 }
 
 type Queue = Result<QueuePath, ApiError>;
@@ -186,17 +186,17 @@ async fn set(context: &Context, queue: Queue, mode: Mode, said: &str) -> Result<
 
 pub(super) async fn pause(State(context): State<Context>, queue: Queue, form: Form) -> Response {
     let done = set(&context, queue, Mode::Paused, "paused").await;
-    form.answer(&context, done)
+    form.answer(done)
 }
 
 pub(super) async fn resume(State(context): State<Context>, queue: Queue, form: Form) -> Response {
     let done = set(&context, queue, Mode::Open, "resumed").await;
-    form.answer(&context, done)
+    form.answer(done)
 }
 
 pub(super) async fn drain(State(context): State<Context>, queue: Queue, form: Form) -> Response {
     let done = set(&context, queue, Mode::Draining, "draining").await;
-    form.answer(&context, done)
+    form.answer(done)
 }
 
 pub(super) async fn retry_record(
@@ -205,7 +205,7 @@ pub(super) async fn retry_record(
     form: Form,
 ) -> Response {
     let done = stages::retry(State(context.clone()), path).await;
-    form.answer(&context, done.map(|_| "record".into()))
+    form.answer(done.map(|_| "record".into()))
 }
 
 pub(super) async fn resync(
@@ -214,7 +214,7 @@ pub(super) async fn resync(
     form: Form,
 ) -> Response {
     let done = watchers::resync(State(context.clone()), name).await;
-    form.answer(&context, done.map(|Json(resynced)| format!("resynced-{}", resynced.ids)))
+    form.answer(done.map(|Json(resynced)| format!("resynced-{}", resynced.ids)))
 }
 
 pub(super) async fn theme(mut form: Form) -> Result<Response, ApiError> {

@@ -18,6 +18,7 @@ use crate::error::ApiError;
 use crate::input::Query;
 use crate::jobs::{JobPath, ledger, no_such, page_of};
 use crate::live::JobRow;
+use crate::redact;
 
 /// Jobs on a page.
 pub(super) const PAGE: usize = 50;
@@ -128,7 +129,7 @@ async fn shown(
     let JobPath(id) = path?;
     query.bytes("said");
     query.end()?;
-    let job = ledger(context)?.job(id).await?.ok_or_else(|| no_such(id))?;
+    let job = redact::job(ledger(context)?.job(id).await?.ok_or_else(|| no_such(id))?);
     let body = one(context, visit, &job);
     Ok((job, body))
 }

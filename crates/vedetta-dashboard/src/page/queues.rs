@@ -56,7 +56,7 @@ async fn body(context: &Context, visit: &Visit, mut query: Query) -> Result<Mark
         ("", false),
     ];
     let body =
-        html! { tbody { @for queue in &queues { (row(context, &visit.here, queue, true)) } } };
+        html! { tbody { @for queue in &queues { (row(visit, &visit.here, queue, true)) } } };
     Ok(html! {
         (parts::table("Queues", &heads, &body))
         p.muted { "A paused queue hands nothing out; one that is drained takes nothing new on and works off what waits. What runs goes on." }
