@@ -6,14 +6,17 @@ mod completions;
 mod config;
 mod doctor;
 mod exit;
+mod fleet;
 mod job;
 mod kv;
 mod output;
 mod queue;
 mod stage;
 mod streams;
+mod supervise;
 mod up;
 mod watcher;
+mod worker;
 
 use std::process::ExitCode;
 
@@ -38,6 +41,8 @@ enum Command {
     Kv(kv::Kv),
     Job(job::Job),
     Queue(queue::Queue),
+    Worker(worker::Worker),
+    Supervise(supervise::Supervise),
     Watcher(watcher::Watcher),
     Stage(stage::Stage),
     Doctor(doctor::Doctor),
@@ -52,6 +57,8 @@ fn main() -> ExitCode {
         Command::Kv(kv) => kv.run(out),
         Command::Job(job) => job.run(out),
         Command::Queue(queue) => queue.run(out),
+        Command::Worker(worker) => worker.run(out),
+        Command::Supervise(supervise) => supervise.run(),
         Command::Watcher(watcher) => watcher.run(out),
         Command::Stage(stage) => stage.run(out),
         Command::Doctor(doctor) => doctor.run(out),

@@ -14,6 +14,7 @@ use axum::routing::{self, MethodRouter};
 use serde::{Deserialize, Serialize};
 use tokio_util::sync::CancellationToken;
 use vedetta_core::Revision;
+use vedetta_fleet::Fleet;
 use vedetta_jobs::{Kinds, Ledger, wire};
 use vedetta_kv::Store;
 use vedetta_runtime::Handle;
@@ -22,7 +23,7 @@ use crate::error::ApiError;
 use crate::input::JsonBody;
 use crate::json::Json;
 use crate::stages::{self, Stages};
-use crate::{guard, jobs, kv, leases, openapi, page, queues, watch, watchers};
+use crate::{guard, jobs, kv, leases, openapi, page, queues, watch, watchers, workers};
 
 /// Bytes of a request's body.
 const BODY: usize = 2 << 20;
@@ -34,6 +35,7 @@ pub struct Api {
     pub(crate) watchers: BTreeMap<String, Watched>,
     pub(crate) stages: Option<Arc<Stages>>,
     pub(crate) jobs: Option<Arc<dyn Ledger>>,
+    pub(crate) fleet: Option<Fleet>,
     pub(crate) kinds: Kinds,
     pub(crate) ending: CancellationToken,
     pub(crate) limits: Limits,
@@ -82,6 +84,7 @@ impl Api {
             watchers: BTreeMap::new(),
             stages: None,
             jobs: None,
+            fleet: None,
             kinds: Kinds::default(),
             ending: CancellationToken::new(),
             limits: Limits::default(),
@@ -116,6 +119,13 @@ impl Api {
         self
     }
 
+    /// The same with workers and their supervisors.
+    #[must_use]
+    pub fn fleet(mut self, fleet: Fleet) -> Self {
+        self.fleet = Some(fleet);
+        self
+    }
+
     /// The same, and what is known of these kinds of jobs is added to those that are asked for with less.
     #[must_use]
     pub fn kinds(mut self, kinds: Kinds) -> Self {
@@ -145,6 +155,7 @@ pub(crate) struct Context {
     pub(crate) watchers: Arc<BTreeMap<String, Watched>>,
     pub(crate) stages: Option<Arc<Stages>>,
     pub(crate) jobs: Option<Arc<dyn Ledger>>,
+    pub(crate) fleet: Option<Fleet>,
     pub(crate) kinds: Arc<Kinds>,
     pub(crate) ending: CancellationToken,
     pub(crate) limits: Arc<Limits>,
@@ -218,6 +229,20 @@ pub(crate) fn routes() -> Vec<Route> {
         post("/api/v1/queues/{queue}/drain", queues::drain),
         post("/api/v1/queues/{queue}/take", queues::take),
         get("/api/v1/queues/{queue}/wake", queues::wake),
+        get("/api/v1/workers", workers::list),
+        post("/api/v1/workers", workers::start),
+        post("/api/v1/workers/terminate", workers::terminate),
+        post("/api/v1/workers/restart", workers::restart),
+        delete("/api/v1/workers/{id}", workers::leave),
+        post("/api/v1/workers/{id}/beat", workers::beat),
+        get("/api/v1/workers/{id}/wake", workers::wake),
+        post("/api/v1/workers/{id}/stop", workers::stop),
+        post("/api/v1/workers/{id}/pause", workers::pause),
+        post("/api/v1/workers/{id}/resume", workers::resume),
+        delete("/api/v1/supervisors/{name}", workers::retire),
+        post("/api/v1/supervisors/{name}/beat", workers::supervise),
+        get("/api/v1/supervisors/{name}/wake", workers::wake_supervisor),
+        get("/api/v1/commands/{id}", workers::command),
         post("/api/v1/compact", compact),
         get("/api/v1/overview", overview),
         get("/api/v1/openapi.json", openapi::document),

@@ -1,4 +1,4 @@
-//! The HTTP API of the store, its watchers, stages and jobs, and their page.
+//! The HTTP API of the store, its watchers, stages, jobs and workers, and their page.
 //!
 //! ```text
 //!  accept ─► a place among the connections ─► head within its time ─► Host, Origin ─► route ─► store, watchers
@@ -23,6 +23,7 @@ mod serve;
 mod stages;
 mod watch;
 mod watchers;
+mod workers;
 
 pub use api::{Api, Limits};
 pub use serve::serve;

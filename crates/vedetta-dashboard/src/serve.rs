@@ -22,6 +22,7 @@ pub async fn serve(listener: TcpListener, api: Api, stop: CancellationToken) {
         watchers: Arc::new(api.watchers),
         stages: api.stages,
         jobs: api.jobs,
+        fleet: api.fleet,
         kinds: Arc::new(api.kinds),
         ending: api.ending,
         limits: Arc::clone(&limits),

@@ -9,3 +9,4 @@ mod stage;
 mod support;
 mod up;
 mod watcher;
+mod worker;
