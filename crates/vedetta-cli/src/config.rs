@@ -484,7 +484,10 @@ mod tests {
         assert_eq!((*name, settings.min, settings.max), ("default", 1, 10));
         let said: Vec<_> = hire.arguments.iter().map(|word| word.to_string_lossy()).collect();
         let said = said.join(" ");
-        assert!(said.ends_with("--tries 3 --timeout 1m --memory 128000000B --rest 1s --grace 30s"), "{said}");
+        assert!(
+            said.ends_with("--tries 3 --timeout 1m --memory 128000000B --rest 1s --grace 30s"),
+            "{said}"
+        );
         let kinds = config.kinds().unwrap();
         assert_eq!(kinds.0["transcode"].queue, "media");
         assert_eq!(config.workers("http://127.0.0.1:7070").len(), 1);

@@ -1,6 +1,6 @@
 //! Opening what keeps the fleet.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Context as _;
@@ -9,7 +9,7 @@ use vedetta::db::postgres::Postgres;
 use vedetta::fleet::bus::redis::RedisBus;
 use vedetta::fleet::postgres::{PostgresBus, PostgresRoster, SCHEMA};
 use vedetta::fleet::sqlite::{SqliteBus, SqliteRoster};
-use vedetta::fleet::{Bus, Fleet, Roster};
+use vedetta::fleet::{Bus, Control, Fleet, Roster, Supervising, Supervisor};
 use vedetta::jobs::Ledger;
 
 use crate::config::{BusAt, Config};
@@ -45,8 +45,22 @@ pub(crate) async fn open_fleet(
     Ok(Fleet::open(bus, roster, ledger, queues, config.bus.poll()).await?)
 }
 
+/// Starts the declared supervisors, for workers of the server at this address.
+pub(crate) fn start_supervisors<C: Control>(
+    config: &Config,
+    server: &str,
+    file: Option<&Path>,
+    control: &Arc<C>,
+) -> anyhow::Result<Vec<Supervising>> {
+    let declared = config.supervisors(&program()?, server, file);
+    let start = |(name, settings, hire): (&str, _, _)| {
+        Supervisor::new(name, settings, hire, Arc::clone(control) as _).start()
+    };
+    Ok(declared.into_iter().map(start).collect())
+}
+
 /// This program, for workers; the new one, if it was replaced since it was started.
-pub(crate) fn program() -> anyhow::Result<PathBuf> {
+fn program() -> anyhow::Result<PathBuf> {
     let path = std::env::current_exe().context("cannot tell where this program is")?;
     let text = path.to_string_lossy();
     Ok(text.strip_suffix(" (deleted)").map_or(path.clone(), PathBuf::from))

@@ -3,11 +3,11 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 use clap::Args;
-use vedetta::fleet::{RemoteFleet, Supervising, Supervisor};
+use vedetta::fleet::RemoteFleet;
 use vedetta::jobs::remote::RemoteJobs;
 
 use crate::config::{Config, ConfigError};
-use crate::fleet::program;
+use crate::fleet::start_supervisors;
 use crate::up::{LogFormat, Signals, start_logs, stop_supervisors};
 
 /// Keep the workers of the declared supervisors on this machine, for a `vedetta up` elsewhere, until Ctrl-C or SIGTERM
@@ -44,19 +44,14 @@ impl Supervise {
 
     async fn keep(&self, config: &Config) -> anyhow::Result<()> {
         let mut signals = Signals::listen().context("cannot listen for signals")?;
-        let supervisors = config.supervisors(&program()?, &self.server, self.config.as_deref());
-        if supervisors.is_empty() {
-            return Err(ConfigError::NoSupervisor.into());
-        }
         let token = std::env::var("VEDETTA_TOKEN").ok().filter(|token| !token.is_empty());
         let server = RemoteJobs::new(&self.server, token.as_deref())?;
         let control = Arc::new(RemoteFleet::new(Arc::new(server)));
-        let supervisors: Vec<Supervising> = supervisors
-            .into_iter()
-            .map(|(name, settings, hire)| {
-                Supervisor::new(name, settings, hire, Arc::clone(&control) as _).start()
-            })
-            .collect();
+        let supervisors =
+            start_supervisors(config, &self.server, self.config.as_deref(), &control)?;
+        if supervisors.is_empty() {
+            return Err(ConfigError::NoSupervisor.into());
+        }
         signals.next().await;
         let grace = config.shutdown.grace;
         tracing::info!(?grace, "stopping; a second signal ends it at once");

@@ -16,7 +16,7 @@ use vedetta::dashboard::{self, Api};
 use vedetta::db::postgres::Postgres;
 use vedetta::db::{self, DataFolder, Db, FolderError};
 use vedetta::etcd::{self, Endpoint};
-use vedetta::fleet::{self, Crew, Supervising, Supervisor};
+use vedetta::fleet::{self, Crew, Supervising};
 use vedetta::jobs::jetstream::JetStream;
 use vedetta::jobs::postgres::PostgresJobs;
 use vedetta::jobs::sqlite::SqliteJobs;
@@ -26,7 +26,7 @@ use vedetta::runtime::{Keys, Watching};
 use vedetta::stage;
 
 use crate::config::{Addresses, Config, ConfigError, JobsAt, Place};
-use crate::fleet::{Keeper, open_fleet, program};
+use crate::fleet::{Keeper, open_fleet, start_supervisors};
 use crate::streams::Recorded;
 
 /// Run the store with its HTTP API, page and etcd endpoint, the declared watchers, handlers and supervisors, until Ctrl-C or
@@ -116,13 +116,8 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
         let crew = Crew::new(working.name().to_owned(), Arc::new(fleet.clone()), vec![working]);
         workers.spawn(crew.run(workers_stop.clone(), grace));
     }
-    let supervisors = config.supervisors(&program()?, &server, place.config.as_deref());
-    let supervisors: Vec<Supervising> = supervisors
-        .into_iter()
-        .map(|(name, settings, hire)| {
-            Supervisor::new(name, settings, hire, Arc::new(fleet.clone())).start()
-        })
-        .collect();
+    let control = Arc::new(fleet.clone());
+    let supervisors = start_supervisors(config, &server, place.config.as_deref(), &control)?;
     let mut watchers = Vec::new();
     for (name, watch) in &config.watch {
         // Each has a connection of its own: one that is busy does not hold up the others.
@@ -194,8 +189,7 @@ async fn open_jobs(
 ) -> anyhow::Result<(Api, Arc<dyn Ledger>, Streams, Keeper)> {
     let at = config.jobs.at()?;
     if let JobsAt::Postgres(url) = at {
-        let schemas =
-            [stage::postgres::SCHEMA, jobs::postgres::SCHEMA, fleet::postgres::SCHEMA];
+        let schemas = [stage::postgres::SCHEMA, jobs::postgres::SCHEMA, fleet::postgres::SCHEMA];
         let postgres = Postgres::open(&url, &schemas).await.context("jobs.url cannot be used")?;
         let api = api.stages(stage::postgres::Records::new(postgres.clone()));
         let jobs = Arc::new(PostgresJobs::new(postgres.clone()));
@@ -319,7 +313,8 @@ impl io::Write for Unheard {
 pub(crate) fn start_logs(format: Option<LogFormat>) {
     let filter = EnvFilter::try_from_env("VEDETTA_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
     let terminal = io::stderr().is_terminal();
-    let logs = tracing_subscriber::fmt().with_writer(|| Unheard(io::stderr())).with_env_filter(filter);
+    let logs =
+        tracing_subscriber::fmt().with_writer(|| Unheard(io::stderr())).with_env_filter(filter);
     match format.unwrap_or(if terminal { LogFormat::Human } else { LogFormat::Json }) {
         LogFormat::Human => logs.with_ansi(terminal).init(),
         LogFormat::Json => logs.json().init(),

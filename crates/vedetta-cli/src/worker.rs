@@ -136,9 +136,8 @@ impl Worker {
             Format::Json => output::json(out, &Commands { commands: commands.clone() })?,
             Format::Table => table(out, &commands)?,
         }
-        let unheeded = commands.iter().filter(|command| {
-            how.wait && !matches!(command.state, State::Applied)
-        });
+        let unheeded =
+            commands.iter().filter(|command| how.wait && !matches!(command.state, State::Applied));
         let unheeded = unheeded.count();
         anyhow::ensure!(unheeded == 0, "not obeyed: {unheeded} of {}", commands.len());
         Ok(())
@@ -204,7 +203,16 @@ fn list(out: &mut impl Write, all: &Workers) -> std::io::Result<()> {
     };
     let rows: Vec<[String; 10]> = all.workers.iter().map(row).collect();
     let names = [
-        "WORKER", "STATUS", "QUEUES", "SUPERVISOR", "PID", "HOST", "SLOTS", "JOBS", "SEEN", "NOTE",
+        "WORKER",
+        "STATUS",
+        "QUEUES",
+        "SUPERVISOR",
+        "PID",
+        "HOST",
+        "SLOTS",
+        "JOBS",
+        "SEEN",
+        "NOTE",
     ];
     output::table(out, names, &rows)?;
     if all.supervisors.is_empty() {
@@ -228,7 +236,9 @@ fn list(out: &mut impl Write, all: &Workers) -> std::io::Result<()> {
                 report.map(|report| report.balance.clone()).unwrap_or_default(),
                 report.map(size).unwrap_or_default(),
                 ago(supervisor.seen_ms),
-                output::escape(report.and_then(|it| it.last_exit.clone()).unwrap_or_default().as_bytes()),
+                output::escape(
+                    report.and_then(|it| it.last_exit.clone()).unwrap_or_default().as_bytes(),
+                ),
             ]
         })
         .collect();

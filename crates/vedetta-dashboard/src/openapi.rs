@@ -326,7 +326,12 @@ const OPERATIONS: &[Operation] = &[
             &["404", "409", "422", "503"],
         )
     },
-    removes("/api/v1/supervisors/{name}", "A supervisor is gone, in good order", "WorkerGone", &["422", "503"]),
+    removes(
+        "/api/v1/supervisors/{name}",
+        "A supervisor is gone, in good order",
+        "WorkerGone",
+        &["422", "503"],
+    ),
     tells(
         "/api/v1/supervisors/{name}/beat",
         "A supervisor registers, and is alive; it is told of its workers, and what to do",
@@ -862,12 +867,12 @@ fn workers() -> Schemas {
         ("Worker", worker),
         (
             "Workers",
-            answer(&[
-                ("workers", list(&one("Worker"))),
-                ("supervisors", list(&one("Supervisor"))),
-            ]),
+            answer(&[("workers", list(&one("Worker"))), ("supervisors", list(&one("Supervisor")))]),
         ),
-        ("StartWorkers", input(&[("queue", text()), ("count?", whole_from(1, i64::from(u32::MAX)))])),
+        (
+            "StartWorkers",
+            input(&[("queue", text()), ("count?", whole_from(1, i64::from(u32::MAX)))]),
+        ),
         (
             "Command",
             answer(&[

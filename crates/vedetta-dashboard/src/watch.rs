@@ -238,6 +238,7 @@ mod tests {
                 watchers: Arc::default(),
                 stages: None,
                 jobs: None,
+                fleet: None,
                 kinds: Arc::default(),
                 ending: CancellationToken::new(),
                 limits: Arc::new(Limits::default()),

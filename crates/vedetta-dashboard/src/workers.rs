@@ -16,9 +16,7 @@ use bytes::Bytes;
 use futures_util::stream;
 use tokio::time::sleep;
 use vedetta_fleet::bus::TTL;
-use vedetta_fleet::wire::{
-    Beat, CommandInfo, Commands, Gone, Heard, Report, Start, Told, Workers,
-};
+use vedetta_fleet::wire::{Beat, CommandInfo, Commands, Gone, Heard, Report, Start, Told, Workers};
 use vedetta_fleet::{Fleet, FleetError, Order, Target};
 use vedetta_jobs::check_name;
 

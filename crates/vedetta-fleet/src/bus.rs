@@ -245,8 +245,7 @@ pub enum BusError {
 #[async_trait]
 pub trait Bus: Send + Sync + 'static {
     /// Has a command wait for a target, for so long; durable as far as what is beneath it is.
-    async fn put(&self, target: &Target, order: &Order, ttl: Duration)
-    -> Result<Record, BusError>;
+    async fn put(&self, target: &Target, order: &Order, ttl: Duration) -> Result<Record, BusError>;
 
     /// Hands out what waits for a target, in the order in which it was put: to one of those who ask at once.
     async fn take(&self, target: &Target) -> Result<Vec<Taken>, BusError>;

@@ -26,6 +26,8 @@ use crate::host::memory;
 use crate::roster::Status;
 use crate::wire::{Beat, Handed, Heard, SlotsUsed};
 
+/// Why it ends, if somebody wants it to.
+pub(crate) const TOLD: &str = "it was told to stop";
 /// How long a worker whose supervisor is gone goes on, unless said otherwise.
 const GRACE: Duration = Duration::from_secs(30);
 /// An answer that takes longer does not come.
@@ -120,7 +122,7 @@ impl Crew {
                 () = stop.cancelled(), if self.deadline.is_none() => {
                     self.deadline = Some(Instant::now() + grace.min(LONGEST));
                     if self.ending.is_none() {
-                        self.end(Ending::Told, "it was told to stop").await;
+                        self.end(Ending::Told, TOLD).await;
                     }
                     beat_at = Instant::now();
                 }
@@ -199,7 +201,7 @@ impl Crew {
             }
             match command {
                 Order::Stop if self.ending.is_none() => {
-                    self.end(Ending::Told, "it was told to stop").await;
+                    self.end(Ending::Told, TOLD).await;
                 }
                 Order::Pause if self.ending.is_none() => {
                     self.beat.state = Status::Paused;
@@ -269,7 +271,8 @@ impl Crew {
     }
 
     async fn leave(&mut self) {
-        if !self.done.is_empty() {
+        // Why it ends may not be known yet.
+        if self.failures == 0 {
             self.say().await;
         }
         let left = timeout(PATIENCE, self.control.leave(&self.id)).await;

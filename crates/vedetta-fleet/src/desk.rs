@@ -37,6 +37,8 @@ use crate::wire::{
 const WRITE: Duration = Duration::from_secs(10);
 /// Records of those who are gone or silent are kept for so long.
 const RETAINED: Duration = Duration::from_secs(600);
+/// Who ended within that, has just now.
+const JUST_NOW: Duration = Duration::from_secs(30);
 /// Workers and supervisors that a server knows at once.
 const MOST: usize = 10_000;
 /// Names in one beat.
@@ -350,9 +352,10 @@ impl Fleet {
         let queues = if depths { self.desk.depths().await? } else { Vec::new() };
         let silent = self.desk.silent();
         let book = self.desk.book.lock();
+        // How those ended that did just now it may not know yet.
         let workers = book.workers.values().filter(|entry| {
             entry.record.supervisor.as_deref() == Some(name)
-                && entry.record.status != Status::Stopped
+                && (entry.record.status != Status::Stopped || entry.seen.elapsed() < JUST_NOW)
         });
         Ok(Told {
             commands,
@@ -520,7 +523,7 @@ impl Desk {
 
     /// Notes a beat. What is to be written at once.
     fn note(&self, id: &str, beat: Beat, inside: bool) -> Result<Option<WorkerRecord>, FleetError> {
-        let now = SystemTime::now();
+        let now = time(now_ms());
         let mut book = self.book.lock();
         if !book.workers.contains_key(id) && book.workers.len() >= MOST {
             let why = format!("there are {MOST} workers already");
@@ -659,12 +662,13 @@ impl Desk {
                 let entry = book.workers.get_mut(id)?;
                 if entry.record.status != Status::Stopped {
                     entry.seen = Instant::now();
+                    // Who left in good order has said why.
+                    if let Some(exit) = exit {
+                        entry.record.note = Some(tail(exit.clone()));
+                    }
                 }
                 entry.record.status = Status::Stopped;
-                if let Some(exit) = exit {
-                    entry.record.note = Some(tail(exit.clone()));
-                }
-                entry.record.updated = SystemTime::now();
+                entry.record.updated = time(now_ms());
                 (entry.slots.used, entry.running) = (0, Vec::new());
                 Some(entry.to_write())
             });
@@ -789,11 +793,9 @@ impl Desk {
                 }
             }
         }
-        let kept: BTreeSet<&str> =
-            all.supervisors.iter().map(|boss| boss.name.as_str()).collect();
-        book.supervisors.retain(|name, boss| {
-            kept.contains(name.as_str()) || boss.seen.elapsed() <= RETAINED
-        });
+        let kept: BTreeSet<&str> = all.supervisors.iter().map(|boss| boss.name.as_str()).collect();
+        book.supervisors
+            .retain(|name, boss| kept.contains(name.as_str()) || boss.seen.elapsed() <= RETAINED);
         for record in all.supervisors.into_iter().filter(|boss| boss.seen < RETAINED) {
             let seen = back(record.seen);
             let boss = book.supervisors.entry(record.name).or_insert_with(|| Boss {

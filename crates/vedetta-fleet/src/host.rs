@@ -47,8 +47,7 @@ pub(crate) fn kill(pid: u32, birth_then: &str) -> bool {
     let Some(id) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return false };
     // Held before it is looked at: its number cannot become another's meanwhile.
     let Ok(process) = pidfd_open(id, PidfdFlags::empty()) else { return false };
-    birth(pid).as_deref() == Some(birth_then)
-        && pidfd_send_signal(&process, Signal::KILL).is_ok()
+    birth(pid).as_deref() == Some(birth_then) && pidfd_send_signal(&process, Signal::KILL).is_ok()
 }
 
 /// Elsewhere there is no telling one process from another.

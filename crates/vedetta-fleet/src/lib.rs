@@ -38,8 +38,7 @@ pub mod sqlite {
     pub use crate::roster::sqlite::SqliteRoster;
 
     /// The tables of commands and of the roster, for [`vedetta_db::Db::open`].
-    pub const SCHEMA: Schema =
-        Schema { component: "fleet", steps: &[include_str!("sqlite.sql")] };
+    pub const SCHEMA: Schema = Schema { component: "fleet", steps: &[include_str!("sqlite.sql")] };
 }
 
 /// The same on PostgreSQL.

@@ -30,6 +30,7 @@ use vedetta_core::{Backoff, Moment, explain};
 
 use crate::bus::{CommandId, Order, Target};
 use crate::control::{Control, ControlError};
+use crate::crew::TOLD;
 use crate::host::{self, host_name};
 use crate::roster::Status;
 use crate::wire::{Ended, Handed, Mood, Report, Told, WorkerInfo};
@@ -139,6 +140,7 @@ impl Supervisor {
             hands: BTreeMap::new(),
             children: JoinSet::new(),
             tell,
+            exits: Vec::new(),
             scale: Scale::default(),
             base: None,
             extras: Vec::new(),
@@ -171,6 +173,8 @@ struct Kept {
     kill: Option<CancellationToken>,
     /// We told it to stop, or somebody did.
     is_stopping: bool,
+    /// We have ended it.
+    is_killed: bool,
     info: Option<WorkerInfo>,
 }
 
@@ -179,6 +183,8 @@ struct Task {
     hands: BTreeMap<String, Kept>,
     children: JoinSet<()>,
     tell: mpsc::Sender<(String, Exit)>,
+    /// Ends to be looked at when it is known what they said last.
+    exits: Vec<(String, Exit)>,
     scale: Scale,
     /// How many take all queues, where that is not decided by load; nothing before the first look.
     base: Option<u32>,
@@ -217,12 +223,12 @@ impl Task {
             tokio::select! {
                 biased;
                 () = stop.cancelled() => break,
-                Some((id, exit)) = exits.recv() => self.exited(&id, exit),
+                Some(exit) = exits.recv() => self.exits.push(exit),
                 () = bell.notified() => {}
                 () = sleep_until(next) => {}
             }
-            while let Ok((id, exit)) = exits.try_recv() {
-                self.exited(&id, exit);
+            while let Ok(exit) = exits.try_recv() {
+                self.exits.push(exit);
             }
         }
         let grace = *grace.lock();
@@ -244,6 +250,9 @@ impl Task {
         let next = Instant::now() + self.period;
         let Some((told, asked)) = self.report().await else { return next };
         self.observe(told.workers);
+        for (id, exit) in std::mem::take(&mut self.exits) {
+            self.exited(&id, exit);
+        }
         self.obey(told.commands, asked);
         let posts = self.posts();
         let starts = match self.failures {
@@ -261,7 +270,10 @@ impl Task {
             }
         }
         let is_well = |kept: &Kept| kept.info.is_some() && kept.since.elapsed() > STABLE;
-        if self.failures > 0 && Instant::now() > self.start_at + STABLE && self.hands.values().any(is_well) {
+        if self.failures > 0
+            && Instant::now() > self.start_at + STABLE
+            && self.hands.values().any(is_well)
+        {
             self.failures = 0;
         }
         // What was done is told at once.
@@ -306,13 +318,18 @@ impl Task {
                     running: depth.running,
                     oldest: Duration::from_millis(depth.oldest_ms.unwrap_or(0)),
                 };
-                self.loads = told.queues.iter().map(|depth| (depth.name.clone(), load(depth))).collect();
+                self.loads =
+                    told.queues.iter().map(|depth| (depth.name.clone(), load(depth))).collect();
                 Some((told, asked))
             }
             Err(error) => {
                 if !self.trouble {
                     let supervisor = &self.of.name;
-                    tracing::warn!(supervisor, error = explain(&error), "the server does not help; trying again");
+                    tracing::warn!(
+                        supervisor,
+                        error = explain(&error),
+                        "the server does not help; trying again"
+                    );
                 }
                 self.trouble = true;
                 None
@@ -340,17 +357,25 @@ impl Task {
         let mut left = Vec::new();
         for (id, kept) in &mut self.hands {
             match known.remove(id) {
-                Some(info) => kept.info = Some(info),
-                // It has said that it leaves; of a child, its end is still to come.
+                Some(info) => {
+                    if info.status == Status::Stopped && kept.kill.is_none() {
+                        left.push(id.clone());
+                    }
+                    kept.info = Some(info);
+                }
+                // It is known no more; of a child, its end is still to come.
                 None if kept.kill.is_none() => left.push(id.clone()),
-                None if kept.info.is_some() => kept.is_stopping = true,
                 None => {}
             }
         }
+        self.heed_stops();
         for id in left {
             self.hands.remove(&id);
         }
         for (id, info) in known {
+            if info.status == Status::Stopped {
+                continue;
+            }
             if is_gone(&info, &here) {
                 self.ended.push(Ended { id, exit: "its process is gone".into() });
                 continue;
@@ -369,6 +394,7 @@ impl Task {
                 since: Instant::now(),
                 kill: None,
                 is_stopping,
+                is_killed: false,
                 info: Some(info),
             };
             self.hands.insert(id, kept);
@@ -382,7 +408,6 @@ impl Task {
             self.hands.remove(&id);
             self.ended.push(Ended { id, exit: "its process is gone".into() });
         }
-        self.heed_stops();
         if self.base.is_none() {
             self.take_over();
         }
@@ -393,12 +418,13 @@ impl Task {
         let all = self.of.settings.queues.clone();
         for kept in self.hands.values_mut() {
             let info = kept.info.as_ref();
-            if kept.is_stopping || info.is_none_or(|info| info.status != Status::Stopping) {
+            let ends = [Status::Stopping, Status::Stopped];
+            if kept.is_stopping || info.is_none_or(|info| !ends.contains(&info.status)) {
                 continue;
             }
             kept.is_stopping = true;
             let told = info.and_then(|info| info.note.as_deref());
-            if told != Some("it was told to stop") {
+            if told != Some(TOLD) {
                 continue;
             }
             let extra = self.extras.iter().position(|queue| kept.queues == [queue.clone()]);
@@ -525,7 +551,13 @@ impl Task {
         let child = child::start(&self.of.hire, supervisor, &id, &queues);
         match child {
             Ok(child) => {
-                tracing::info!(supervisor, worker = id, pid = child.id(), ?queues, "started a worker");
+                tracing::info!(
+                    supervisor,
+                    worker = id,
+                    pid = child.id(),
+                    ?queues,
+                    "started a worker"
+                );
                 let tell = self.tell.clone();
                 self.children.spawn(child::watch(child, id.clone(), kill.clone(), tell));
                 let kept = Kept {
@@ -534,6 +566,7 @@ impl Task {
                     since: Instant::now(),
                     kill: Some(kill),
                     is_stopping: false,
+                    is_killed: false,
                     info: None,
                 };
                 self.hands.insert(id, kept);
@@ -561,7 +594,7 @@ impl Task {
     fn kill(&mut self, id: &str) {
         let Some(kept) = self.hands.get_mut(id) else { return };
         if let Some(kill) = &kept.kill {
-            kept.is_stopping = true;
+            (kept.is_stopping, kept.is_killed) = (true, true);
             kill.cancel(); // how it ended comes as of any other
             return;
         }
@@ -582,7 +615,8 @@ impl Task {
         tracing::info!(supervisor, worker = id, how, "a worker has ended");
         self.ended.push(Ended { id: id.to_owned(), exit: how.clone() });
         let lived = kept.since.elapsed();
-        if kept.is_stopping && exit.is_success {
+        let why = kept.info.as_ref().and_then(|info| info.note.as_deref());
+        if kept.is_killed || (exit.is_success && why == Some(TOLD)) {
             return;
         }
         if exit.is_success && lived > STABLE {
@@ -600,7 +634,11 @@ impl Task {
         self.failures = self.failures.saturating_add(1);
         if self.failures == CRASH_LOOP {
             let supervisor = &self.of.name;
-            tracing::error!(supervisor, failures = self.failures, "workers end soon after their start");
+            tracing::error!(
+                supervisor,
+                failures = self.failures,
+                "workers end soon after their start"
+            );
         }
     }
 
@@ -630,7 +668,7 @@ impl Task {
             tokio::select! {
                 biased;
                 Some((id, exit)) = exits.recv() => self.exited(&id, exit),
-                () = sleep_until(end.map_or(next, |end| next.min(end))), if !self.hands.is_empty() => {}
+                () = sleep_until(end.map_or(next, |end| next.min(end))) => {}
             }
         }
         // Nobody is left behind; not even as a process that nobody asked how it ended.

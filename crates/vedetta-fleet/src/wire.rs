@@ -170,7 +170,7 @@ pub struct Depth {
 pub struct Told {
     /// What to do, in this order.
     pub commands: Vec<Handed>,
-    /// Its workers that have not ended.
+    /// Its workers, those that ended just now, too.
     pub workers: Vec<WorkerInfo>,
     /// What is in the queues, if it asked.
     pub queues: Vec<Depth>,

@@ -52,7 +52,10 @@ async fn suite(roster: impl Roster) {
         ..worker("b")
     };
     let saved = [worker("c"), alone.clone()];
-    roster.save(&saved, &[supervisor("default:here", 0), supervisor("old:there", 900)]).await.unwrap();
+    roster
+        .save(&saved, &[supervisor("default:here", 0), supervisor("old:there", 900)])
+        .await
+        .unwrap();
     let all = roster.all().await.unwrap();
     let ids: Vec<&str> = all.workers.iter().map(|worker| worker.id.as_str()).collect();
     assert_eq!(ids, ["b", "c"]);

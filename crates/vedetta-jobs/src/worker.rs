@@ -13,8 +13,8 @@ use std::collections::{BTreeSet, HashMap};
 use std::future::Future;
 use std::num::NonZeroU32;
 use std::pin::Pin;
-use std::sync::{Arc, Weak};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -518,7 +518,8 @@ impl Line {
 
     fn fate(&self, held: &Holding, end: &End<Outcome>) -> Option<Fate> {
         let failed = |error: String| {
-            let (attempt, most) = (held.given.attempt, held.given.max_attempts.min(self.worker.tries));
+            let (attempt, most) =
+                (held.given.attempt, held.given.max_attempts.min(self.worker.tries));
             if attempt >= most {
                 return Fate::Dead { error };
             }

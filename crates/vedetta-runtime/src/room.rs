@@ -183,7 +183,9 @@ impl Place {
         self.room.dispatch(&mut state);
         let next = state.runners[self.number].ready.pop_front();
         let others = state.runners.iter().enumerate().filter(|(number, _)| *number != self.number);
-        others.filter(|(_, other)| !other.ready.is_empty()).for_each(|(_, other)| other.bell.notify_one());
+        others
+            .filter(|(_, other)| !other.ready.is_empty())
+            .for_each(|(_, other)| other.bell.notify_one());
         next
     }
 
@@ -302,7 +304,10 @@ mod tests {
         assert!(other.start().is_none() && one.start().is_none());
         one.release(held);
         other.changed().await;
-        assert!(matches!(other.start(), Some((_, Slot(0)))), "the same number, and not the same run");
+        assert!(
+            matches!(other.start(), Some((_, Slot(0)))),
+            "the same number, and not the same run"
+        );
         assert!(matches!(one.start(), Some((_, Slot(1)))));
         assert_eq!(room.free(), 0);
     }

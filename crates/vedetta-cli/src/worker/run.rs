@@ -89,9 +89,9 @@ impl Run {
         // One process has the slots of its widest queue, for all of them together.
         let slots = workers.iter().map(Worker::slots).max();
         let room = Room::new(slots.unwrap_or(NonZeroU32::MIN));
-        let working = workers.into_iter().map(|worker| {
-            worker.start_within(Arc::clone(&room), Arc::clone(&jobs) as _)
-        });
+        let working = workers
+            .into_iter()
+            .map(|worker| worker.start_within(Arc::clone(&room), Arc::clone(&jobs) as _));
         let working = working.collect::<Result<Vec<_>, _>>()?;
         let control = Arc::new(RemoteFleet::new(jobs));
         let crew = Crew::new(&id, control, working)

@@ -106,6 +106,19 @@ fn by_hand(server: &Server, folder: &Path, args: &[&str]) -> Running {
     Running::start(command.args(args))
 }
 
+/// Worker processes of a server, whoever knows of them.
+fn processes_of(url: &str) -> BTreeSet<String> {
+    let all = fs::read_dir("/proc")
+        .unwrap()
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let works = |pid: &String| {
+        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let words: Vec<&[u8]> = line.split(|byte| *byte == 0).collect();
+        words.contains(&&b"worker"[..]) && words.contains(&url.as_bytes()) && alive(pid)
+    };
+    all.filter(|name| name.bytes().all(|byte| byte.is_ascii_digit())).filter(works).collect()
+}
+
 fn up_at(folder: &Path, url: &str) -> Server {
     let address = url.trim_start_matches("http://");
     Server::with(vedetta(folder).args(["up", "--http", address]), folder)
@@ -244,12 +257,17 @@ fn a_worker_keeps_its_limits() {
 #[test]
 fn a_supervisor_replaces_dead_and_silent_workers_and_their_jobs_are_done_by_others() {
     let folder = temp();
-    let settings = supervised("min = 2\nmax = 3").replace("capacity = 2", "capacity = 1\nack-wait = '1s'");
+    let settings =
+        supervised("min = 2\nmax = 3").replace("capacity = 2", "capacity = 1\nack-wait = '1s'");
     config(folder.path(), &settings);
     let server = Server::start(folder.path());
     until_running(&server, 2);
     let slow = add(&server, "slow", "null");
-    let busy = || workers(&server).into_iter().find(|it| it["running"].as_array().is_some_and(|jobs| !jobs.is_empty()));
+    let busy = || {
+        workers(&server)
+            .into_iter()
+            .find(|it| it["running"].as_array().is_some_and(|jobs| !jobs.is_empty()))
+    };
     until("the job", || busy().is_some() && started(folder.path()).len() == 2);
 
     // Killed: nothing of it is left, and there are two again.
@@ -264,6 +282,7 @@ fn a_supervisor_replaces_dead_and_silent_workers_and_their_jobs_are_done_by_othe
     until("the job at another", || started(folder.path()).len() == 4);
 
     // Frozen: so is that one.
+    until("who has it", || busy().is_some_and(|worker| worker["id"] != dead["id"]));
     let frozen = busy().unwrap();
     signal("STOP", &pid(&frozen));
     until("another", || {
@@ -337,7 +356,12 @@ fn workers_are_spread_over_queues_by_what_waits_in_them() {
     let folder = temp();
     let settings = supervised("balance = 'auto'\nmin = 2\nmax = 5\ncool-down = '100ms'");
     let settings = settings.replace("capacity = 2", "capacity = 1");
-    config(folder.path(), &format!("{settings}[queue.other]\ncapacity = 1\n[handler.mail]\nqueue = 'other'\nrun = ['true']\n"));
+    config(
+        folder.path(),
+        &format!(
+            "{settings}[queue.other]\ncapacity = 1\n[handler.mail]\nqueue = 'other'\nrun = ['true']\n"
+        ),
+    );
     let server = Server::start(folder.path());
     let of = |queue: &str| {
         let now = with_status(&server, "running");
@@ -404,7 +428,12 @@ fn workers_whose_supervisor_is_gone_for_good_finish_their_jobs_and_leave_nothing
     let before = pids(&until_running(&server, 2));
     add(&server, "slow", "null");
     until("the job", || started(folder.path()).len() == 2);
-    let busy = list(&server)["workers"].as_array().unwrap().iter().find(|it| it["running"] != json!([])).map(pid);
+    let busy = list(&server)["workers"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|it| it["running"] != json!([]))
+        .map(pid);
     server.running.signal("KILL");
     server.running.wait();
     until("the end of the idle one", || before.iter().filter(|pid| alive(pid)).count() == 1);
@@ -497,7 +526,16 @@ fn records_of_workers_and_commands_have_all_their_fields_and_survive_the_server(
     let mut server = Server::start(folder.path());
     let url = server.url.clone();
     let worker = until_running(&server, 1).remove(0);
-    for field in ["id", "supervisor", "pid", "status", "started_at", "last_heartbeat", "created_at", "updated_at"] {
+    for field in [
+        "id",
+        "supervisor",
+        "pid",
+        "status",
+        "started_at",
+        "last_heartbeat",
+        "created_at",
+        "updated_at",
+    ] {
         assert!(!worker[field].is_null(), "{field}: {worker}");
     }
     assert_eq!(worker["queues"], json!(["default"]));
@@ -587,8 +625,10 @@ fn a_supervisor_elsewhere_keeps_workers_for_a_server_and_comes_back_to_them() {
     let before = pids(&until_running(&server, 2));
     first.signal("KILL");
     first.wait();
+    let seen = || list(&server)["supervisors"][0]["seen_ms"].as_u64().unwrap();
+    until("it is missed", || seen() > 1500);
     let mut second = supervise();
-    until("it is heard", || list(&server)["supervisors"][0]["report"]["state"] == "running");
+    until("the next is heard", || seen() < 1000);
     let quick = add(&server, "quick", "null");
     until("a job", || status(&server, &quick) == "done");
     assert_eq!(pids(&until_running(&server, 2)), before);
@@ -609,7 +649,12 @@ fn what_cannot_be_supervised_is_refused() {
         ("[supervisor.a]\nbalance = 'fair'", "fair"),
         ("[bus]\nurl = 'amqp://me:secret@host'", "bus.url begins with \"amqp\""),
         ("[bus]\npoll = '0s'", "above zero"),
-        (&format!("{nats}\n[jobs]\nurl = 'nats://127.0.0.1:1'\n[supervisor.a]\nqueues = ['film']"), "is a stream of NATS"),
+        (
+            &format!(
+                "{nats}\n[jobs]\nurl = 'nats://127.0.0.1:1'\n[supervisor.a]\nqueues = ['film']"
+            ),
+            "is a stream of NATS",
+        ),
     ] {
         config(folder.path(), text);
         let ran = run(folder.path(), &["up", "--http", "127.0.0.1:0"]);
@@ -625,20 +670,19 @@ fn what_cannot_be_supervised_is_refused() {
 #[test]
 fn a_fleet_returns_to_its_size_after_faults_of_all_kinds_and_no_job_is_lost() {
     let folder = temp();
-    let settings = supervised("min = 3\nmax = 3").replace("capacity = 2", "capacity = 2\nack-wait = '1s'");
+    let settings =
+        supervised("min = 3\nmax = 3").replace("capacity = 2", "capacity = 2\nack-wait = '1s'");
     let settings = settings.replace("'cat >/dev/null'", "'cat >/dev/null; sleep 0.05'");
     config(folder.path(), &settings);
     let mut server = Server::start(folder.path());
     let url = server.url.clone();
     until_running(&server, 3);
     let mut jobs = Vec::new();
-    let mut seen = BTreeSet::new();
     let began = Instant::now();
     let mut round = 0_usize;
     while began.elapsed() < Duration::from_secs(8) {
         jobs.extend((0..5).map(|_| add(&server, "quick", "null")));
         let there = workers(&server);
-        seen.extend(pids(&there));
         let victim = there.get(round % there.len().max(1)).filter(|worker| alive(&pid(worker)));
         match (round % 4, victim) {
             (0 | 2, Some(worker)) => signal("KILL", &pid(worker)),
@@ -655,10 +699,10 @@ fn a_fleet_returns_to_its_size_after_faults_of_all_kinds_and_no_job_is_lost() {
     for id in &jobs {
         until("a job", || status(&server, id) == "done");
     }
-    let whole = until_running(&server, 3);
-    let now = pids(&whole);
-    seen.extend(now.iter().cloned());
-    until("none is left beside them", || seen.iter().filter(|pid| alive(pid)).count() == 3);
+    until("three, and none is left beside them", || {
+        pids(&with_status(&server, "running")) == processes_of(&url)
+            && processes_of(&url).len() == 3
+    });
     server.stop();
-    until("none is left at all", || !seen.iter().any(|pid| alive(pid)));
+    until("none is left at all", || processes_of(&url).is_empty());
 }

@@ -121,6 +121,30 @@ impl Reconcile for Fails {
     }
 }
 
+/// A worker and a supervisor, who are told something; which command.
+async fn workers_say(api: &Described, server: &Server) -> String {
+    let tell = async |path: &str, ids: &str, body: Value| {
+        api.tell(server, "post", &format!("/api/v1{path}"), ids, body).await
+    };
+    let beat = json!({"queues": ["default"], "supervisor": "boss:here", "pid": 7, "host": "here",
+        "version": "1", "started": 1, "birth": "a:1", "state": "running", "running": [3],
+        "slots": {"used": 1, "capacity": 2}, "done": ["x"], "note": "why"});
+    tell("/workers/{id}/beat", "w1", beat.clone()).await;
+    let report = json!({"host": "here", "version": "1", "instance": "i", "queues": ["default"],
+        "balance": "auto", "min": 1, "max": 3, "wanted": 1, "state": "crash-looping",
+        "last_exit": "exit code 1", "stderr": "why", "ended": [{"id": "w0", "exit": "exit code 1"}],
+        "done": [], "depths": true});
+    let told = tell("/supervisors/{name}/beat", "boss:here", report).await;
+    assert_eq!(told["workers"][0]["id"], "w1");
+    assert!(!told["queues"].as_array().unwrap().is_empty(), "{told}");
+    tell("/workers", "", json!({"queue": "default", "count": 2})).await;
+    tell("/workers/{id}/resume", "w1", Value::Null).await;
+    let command = tell("/workers/{id}/pause", "w1", Value::Null).await["id"].clone();
+    let heard = tell("/workers/{id}/beat", "w1", beat).await;
+    assert_eq!(heard["commands"][0]["id"], command);
+    command.as_str().unwrap().to_owned()
+}
+
 #[tokio::test]
 async fn what_is_answered_is_what_is_described() {
     let server = Server::start().await;
@@ -172,27 +196,12 @@ async fn what_is_answered_is_what_is_described() {
     ]);
     tell("post", "/jobs/settle", "", ends).await;
 
-    let beat = json!({"queues": ["default"], "supervisor": "boss:here", "pid": 7, "host": "here", "version": "1",
-        "started": 1, "birth": "a:1", "state": "running", "slots": {"used": 1, "capacity": 2}, "running": [3],
-        "done": ["x"], "note": "why"});
-    tell("post", "/workers/{id}/beat", "w1", beat.clone()).await;
-    let report = json!({"host": "here", "version": "1", "instance": "i", "queues": ["default"], "balance": "auto",
-        "min": 1, "max": 3, "wanted": 1, "state": "crash-looping", "last_exit": "exit code 1", "stderr": "why",
-        "ended": [{"id": "w0", "exit": "exit code 1"}], "done": [], "depths": true});
-    let told = tell("post", "/supervisors/{name}/beat", "boss:here", report).await;
-    assert_eq!(told["workers"][0]["id"], "w1");
-    assert!(!told["queues"].as_array().unwrap().is_empty(), "{told}");
-    tell("post", "/workers", "", json!({"queue": "default", "count": 2})).await;
-    tell("post", "/workers/{id}/resume", "w1", Value::Null).await;
-    let command = tell("post", "/workers/{id}/pause", "w1", Value::Null).await["id"].clone();
-    let command = command.as_str().unwrap();
-    let heard = tell("post", "/workers/{id}/beat", "w1", beat).await;
-    assert_eq!(heard["commands"][0]["id"], command);
+    let command = workers_say(&api, &server).await;
 
     let mut asked = BTreeSet::new();
     for (path, ids) in [
         ("/api/v1/workers", ""),
-        ("/api/v1/commands/{id}", command),
+        ("/api/v1/commands/{id}", &command),
         ("/api/v1/kv", ""),
         ("/api/v1/kv/{key}", "%FF"),
         ("/api/v1/leases", ""),
@@ -274,7 +283,13 @@ async fn what_is_refused_is_refused_as_described() {
         ("post", "/api/v1/workers/{id}/stop", "nobody", &[], ""),
         ("post", "/api/v1/workers/terminate", "?ttl_ms=1", &[], ""),
         ("post", "/api/v1/workers/{id}/beat", "a%20b", &[typed], r#"{"queues": []}"#),
-        ("post", "/api/v1/workers/{id}/beat", "a", &[typed], r#"{"queues": [], "state": "silent"}"#),
+        (
+            "post",
+            "/api/v1/workers/{id}/beat",
+            "a",
+            &[typed],
+            r#"{"queues": [], "state": "silent"}"#,
+        ),
         ("post", "/api/v1/workers", "", &[typed], r#"{"queue": "unheard-of"}"#),
         ("post", "/api/v1/workers/restart", "", &[], ""),
         ("get", "/api/v1/commands/{id}", "unheard-of", &[], ""),

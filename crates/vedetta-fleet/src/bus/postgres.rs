@@ -74,17 +74,14 @@ fn order(row: &Row, column: usize) -> Result<Order, BusError> {
 
 #[async_trait]
 impl Bus for PostgresBus {
-    async fn put(
-        &self,
-        target: &Target,
-        order: &Order,
-        ttl: Duration,
-    ) -> Result<Record, BusError> {
+    async fn put(&self, target: &Target, order: &Order, ttl: Duration) -> Result<Record, BusError> {
         let id = CommandId::random();
         let mut client = self.db.client().await?;
         let tx = client.transaction().await?;
-        tx.execute("SELECT pg_advisory_xact_lock(hashtextextended($1, 0))", &[&target.key()]).await?;
-        let old = "DELETE FROM vedetta_command WHERE expires_at < now() - make_interval(secs => $1)";
+        tx.execute("SELECT pg_advisory_xact_lock(hashtextextended($1, 0))", &[&target.key()])
+            .await?;
+        let old =
+            "DELETE FROM vedetta_command WHERE expires_at < now() - make_interval(secs => $1)";
         tx.execute(old, &[&seconds(KEPT)]).await?;
         let (replaces, yields_to) = (order.replaces(), order.yields_to());
         let stands = "SELECT EXISTS (SELECT FROM vedetta_command WHERE target = $1 AND state = 0
@@ -102,8 +99,10 @@ impl Bus for PostgresBus {
             }
         }
         let state = if stands { State::Replaced } else { State::Requested };
-        let insert = "INSERT INTO vedetta_command (id, target, word, value, state, expires_at)
-                      VALUES ($1, $2, $3, $4, $5, clock_timestamp() + make_interval(secs => $6))
+        let insert = "INSERT INTO vedetta_command
+                          (id, target, word, value, state, expires_at, created_at)
+                      SELECT $1, $2, $3, $4, $5, now + make_interval(secs => $6), now
+                      FROM (SELECT clock_timestamp() AS now) AS clock
                       RETURNING created_at, expires_at";
         let number: i16 = if stands { 3 } else { 0 };
         let (word, value) = (order.word(), order.to_string());
@@ -160,7 +159,8 @@ impl Bus for PostgresBus {
         let find = "SELECT target, value, state, created_at, expires_at,
                         expires_at <= clock_timestamp()
                     FROM vedetta_command WHERE id = $1";
-        let Some(row) = client.query_opt(&client.prepare_cached(find).await?, &[&id.0]).await? else {
+        let Some(row) = client.query_opt(&client.prepare_cached(find).await?, &[&id.0]).await?
+        else {
             return Ok(None);
         };
         let (state, is_over) = (state_of(row.try_get::<_, i16>(2)?.into()), row.try_get(5)?);

@@ -16,8 +16,7 @@ use tokio_util::task::AbortOnDropHandle;
 use vedetta_core::Backoff;
 
 use super::{
-    Bus, BusError, CommandId, KEPT, MOST, Order, Record, State, Taken, Target, WAKES, Wake,
-    in_time,
+    Bus, BusError, CommandId, KEPT, MOST, Order, Record, State, Taken, Target, WAKES, Wake, in_time,
 };
 
 /// Before every key. In braces: on a cluster all of them are on one node, as the scripts need them.
@@ -87,8 +86,11 @@ impl RedisBus {
         let connection = ConnectionManager::new_with_config(client.clone(), config).await?;
         let wakes = broadcast::Sender::new(WAKES);
         let listener = tokio::spawn(listen(client, wakes.clone()));
-        let scripts =
-            Scripts { put: Script::new(PUT), take: Script::new(TAKE), applied: Script::new(APPLIED) };
+        let scripts = Scripts {
+            put: Script::new(PUT),
+            take: Script::new(TAKE),
+            applied: Script::new(APPLIED),
+        };
         Ok(Self {
             connection,
             scripts: Arc::new(scripts),
@@ -144,7 +146,9 @@ async fn follow(
                 // Nobody has to listen.
                 let _ = tell.send(Wake::Of(Target::from_key(target)));
             }
-            Ok(None) => return Err(std::io::Error::from(std::io::ErrorKind::ConnectionReset).into()),
+            Ok(None) => {
+                return Err(std::io::Error::from(std::io::ErrorKind::ConnectionReset).into());
+            }
             Err(_) => timeout(THERE, sink.ping::<redis::Value>()).await.map(drop).map_err(late)?,
         }
     }
@@ -178,12 +182,7 @@ fn waiting_key(target: &Target) -> String {
 
 #[async_trait]
 impl Bus for RedisBus {
-    async fn put(
-        &self,
-        target: &Target,
-        order: &Order,
-        ttl: Duration,
-    ) -> Result<Record, BusError> {
+    async fn put(&self, target: &Target, order: &Order, ttl: Duration) -> Result<Record, BusError> {
         let id = CommandId::random();
         let answer: (String, u64, u64) = self
             .scripts
@@ -268,7 +267,12 @@ impl Bus for RedisBus {
             ask.cmd("EXISTS").arg(waiting_key(target));
         }
         let there: Vec<bool> = ask.query_async(&mut self.connection.clone()).await?;
-        Ok(targets.iter().zip(there).filter(|(_, there)| *there).map(|(target, _)| target.clone()).collect())
+        Ok(targets
+            .iter()
+            .zip(there)
+            .filter(|(_, there)| *there)
+            .map(|(target, _)| target.clone())
+            .collect())
     }
 
     fn wakes(&self) -> broadcast::Receiver<Wake> {

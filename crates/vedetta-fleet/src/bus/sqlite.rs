@@ -68,7 +68,12 @@ fn list(words: &[&str]) -> String {
     serde_json::to_string(words).unwrap_or_default()
 }
 
-fn put(db: &Connection, now: i64, mut record: Record, ttl: Duration) -> Result<Record, Stop<BusError>> {
+fn put(
+    db: &Connection,
+    now: i64,
+    mut record: Record,
+    ttl: Duration,
+) -> Result<Record, Stop<BusError>> {
     db.prepare_cached("DELETE FROM fleet_command WHERE expires_at < ?")?
         .execute([now - Clock::millis(KEPT)])?;
     let (target, order) = (record.target.key(), &record.order);
@@ -113,12 +118,7 @@ fn put(db: &Connection, now: i64, mut record: Record, ttl: Duration) -> Result<R
 
 #[async_trait]
 impl Bus for SqliteBus {
-    async fn put(
-        &self,
-        target: &Target,
-        order: &Order,
-        ttl: Duration,
-    ) -> Result<Record, BusError> {
+    async fn put(&self, target: &Target, order: &Order, ttl: Duration) -> Result<Record, BusError> {
         let record = Record {
             id: CommandId::random(),
             target: target.clone(),
@@ -208,7 +208,11 @@ impl Bus for SqliteBus {
             waiting.collect::<rusqlite::Result<Vec<String>>>()
         };
         let waiting = self.db.read(read).await?;
-        Ok(targets.iter().filter(|target| waiting.iter().any(|key| key == target.key())).cloned().collect())
+        Ok(targets
+            .iter()
+            .filter(|target| waiting.iter().any(|key| key == target.key()))
+            .cloned()
+            .collect())
     }
 
     fn wakes(&self) -> broadcast::Receiver<Wake> {

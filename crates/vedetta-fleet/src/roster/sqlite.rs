@@ -144,7 +144,8 @@ impl Roster for SqliteRoster {
     async fn prune(&self, silent: Duration) -> Result<u64, RosterError> {
         let before = self.clock.now() - Clock::millis(silent);
         let write = move |tx: &vedetta_db::Tx<'_>| {
-            let workers = tx.execute("DELETE FROM fleet_worker WHERE last_heartbeat < ?", [before])?;
+            let workers =
+                tx.execute("DELETE FROM fleet_worker WHERE last_heartbeat < ?", [before])?;
             let supervisors =
                 tx.execute("DELETE FROM fleet_supervisor WHERE last_heartbeat < ?", [before])?;
             Ok::<_, Stop<Refused>>(workers + supervisors)

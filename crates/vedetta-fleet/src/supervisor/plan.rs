@@ -81,8 +81,13 @@ impl Scale {
         let is_allowed = (bounds.min..=bounds.max).contains(&have)
             && self.posts.keys().flatten().all(|queue| queues.contains(queue));
         if is_cool || !is_allowed {
-            let needs: Vec<u32> = queues.iter().map(|queue| self.need(queue, loads, slots)).collect();
-            let needed = needs.iter().fold(0_u32, |sum, need| sum.saturating_add(*need));
+            let needs: Vec<u32> =
+                queues.iter().map(|queue| self.need(queue, loads, slots)).collect();
+            // Each queue has one, as soon as there is anything to do.
+            let needed = match needs.iter().max() {
+                None | Some(0) => 0,
+                Some(_) => needs.iter().fold(0_u32, |sum, need| sum.saturating_add(1.max(*need))),
+            };
             // Up at once, down one by one.
             let total = if needed < have { have - 1 } else { needed };
             let posts = spread(total.clamp(bounds.min, bounds.max), queues, &needs);
@@ -244,8 +249,8 @@ mod tests {
         for (at, mail, media, (of_mail, of_media), why) in [
             (0, (0, 0), (0, 0), (1, 1), "the least, one each"),
             (1, (0, 0), (9, 0), (1, 1), "a change was just made"),
-            (10, (0, 0), (9, 0), (1, 4), "nine jobs, two for each worker"),
-            (15, (99, 0), (0, 0), (1, 4), "a change was just made"),
+            (10, (0, 0), (9, 0), (1, 5), "nine jobs, two for each worker"),
+            (15, (99, 0), (0, 0), (1, 5), "a change was just made"),
             (20, (99, 0), (0, 0), (7, 1), "as many as may be, and each queue has one"),
             (30, (0, 0), (0, 0), (4, 3), "one less, and no need anywhere"),
             (40, (0, 0), (0, 0), (3, 3), "one less"),
