@@ -44,7 +44,7 @@ pub const BACKOFF: Backoff =
 /// How long a job is a worker's without a sign of life of it.
 pub const LEASE: Duration = Duration::from_secs(30);
 
-/// A queue is looked at after so long without a wake-up.
+/// A queue is looked at after so long without a wake-up, unless said otherwise.
 const POLL: Duration = Duration::from_secs(1);
 
 /// Events a slow reader of [`Working::events`] may be behind before it misses some.
@@ -100,6 +100,7 @@ pub struct Worker {
     backoff: Backoff,
     tries: u32,
     rest: Duration,
+    poll: Duration,
     doing: HashMap<String, Doing>,
 }
 
@@ -121,6 +122,7 @@ impl Worker {
             backoff: BACKOFF,
             tries: u32::MAX,
             rest: Duration::ZERO,
+            poll: POLL,
             doing: HashMap::new(),
         }
     }
@@ -172,6 +174,14 @@ impl Worker {
     #[must_use]
     pub fn rest(mut self, rest: Duration) -> Self {
         self.rest = rest;
+        self
+    }
+
+    /// The same, and the queue is looked at after so long without a wake-up: what those that were lost would have
+    /// told waits until then.
+    #[must_use]
+    pub fn poll(mut self, poll: Duration) -> Self {
+        self.poll = poll;
         self
     }
 
@@ -261,7 +271,7 @@ impl Worker {
                 self.lease
             )));
         }
-        let puller = Puller { limits, lease: self.lease, beat, poll: POLL };
+        let puller = Puller { limits, lease: self.lease, beat, poll: self.poll };
         let (name, queue) = (self.name.clone(), self.queue.clone());
         let events = broadcast::Sender::new(EVENTS_KEPT);
         let running = Arc::<Mutex<BTreeSet<JobId>>>::default();

@@ -52,6 +52,9 @@ pub(crate) struct Run {
     log_format: Option<LogFormat>,
 }
 
+/// The server says when there is something; many workers that ask all the time would cost it more than their work.
+const POLL: Duration = Duration::from_secs(5);
+
 /// What is left when the end has come may take so long to go.
 const LAST_MOMENT: Duration = Duration::from_millis(500);
 
@@ -128,6 +131,6 @@ impl Run {
         if let Some(timeout) = self.timeout {
             worker = worker.timeout_of_all(timeout);
         }
-        worker.rest(self.rest.unwrap_or_default())
+        worker.rest(self.rest.unwrap_or_default()).poll(POLL)
     }
 }
