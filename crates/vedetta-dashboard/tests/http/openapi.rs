@@ -145,6 +145,18 @@ async fn workers_say(api: &Described, server: &Server) -> String {
     command.as_str().unwrap().to_owned()
 }
 
+/// They are told to end, and are gone.
+async fn workers_go(api: &Described, server: &Server) {
+    let tell = async |method: &str, path: &str, ids: &str| {
+        api.tell(server, method, &format!("/api/v1{path}"), ids, Value::Null).await
+    };
+    for what in ["{id}/stop", "restart", "terminate"] {
+        tell("post", &format!("/workers/{what}"), "w1").await;
+    }
+    tell("delete", "/workers/{id}", "w1").await;
+    tell("delete", "/supervisors/{name}", "boss:here").await;
+}
+
 #[tokio::test]
 async fn what_is_answered_is_what_is_described() {
     let server = Server::start().await;
@@ -236,11 +248,7 @@ async fn what_is_answered_is_what_is_described() {
     ];
     assert_eq!(streams.collect::<Vec<_>>(), expected);
 
-    for what in ["{id}/stop", "restart", "terminate"] {
-        tell("post", &format!("/workers/{what}"), "w1", Value::Null).await;
-    }
-    tell("delete", "/workers/{id}", "w1", Value::Null).await;
-    tell("delete", "/supervisors/{name}", "boss:here", Value::Null).await;
+    workers_go(&api, &server).await;
     tell("post", "/jobs/{id}/retry", &id, Value::Null).await;
     tell("post", "/jobs/{id}/cancel", &id, Value::Null).await;
     let which = json!({"status": "cancelled", "queue": "default", "kind": "pack"});

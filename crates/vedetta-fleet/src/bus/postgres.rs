@@ -10,8 +10,8 @@ use vedetta_db::postgres::tokio_postgres::{Error, Row};
 use vedetta_db::postgres::{Heard, Postgres, PostgresError};
 
 use super::{
-    Bus, BusError, CommandId, KEPT, MOST, Order, Record, State, Taken, Target, WAKES, Wake,
-    in_time, state_of,
+    Bus, BusError, CommandId, KEPT, MOST, Order, Record, Taken, Target, WAKES, Wake, in_time,
+    state_of,
 };
 
 /// On it goes for whom there is something.
@@ -62,10 +62,6 @@ impl From<Error> for BusError {
     }
 }
 
-fn seconds(duration: Duration) -> f64 {
-    duration.as_secs_f64()
-}
-
 /// What was stored was a command.
 fn order(row: &Row, column: usize) -> Result<Order, BusError> {
     let text: &str = row.try_get(column)?;
@@ -76,50 +72,35 @@ fn order(row: &Row, column: usize) -> Result<Order, BusError> {
 impl Bus for PostgresBus {
     async fn put(&self, target: &Target, order: &Order, ttl: Duration) -> Result<Record, BusError> {
         let id = CommandId::random();
-        let mut client = self.db.client().await?;
-        let tx = client.transaction().await?;
-        tx.execute("SELECT pg_advisory_xact_lock(hashtextextended($1, 0))", &[&target.key()])
-            .await?;
-        let old =
-            "DELETE FROM vedetta_command WHERE expires_at < now() - make_interval(secs => $1)";
-        tx.execute(old, &[&seconds(KEPT)]).await?;
-        let (replaces, yields_to) = (order.replaces(), order.yields_to());
-        let stands = "SELECT EXISTS (SELECT FROM vedetta_command WHERE target = $1 AND state = 0
-                      AND expires_at > clock_timestamp() AND word = ANY ($2))";
-        let stands: bool = tx.query_one(stands, &[&target.key(), &yields_to]).await?.try_get(0)?;
-        if !stands {
-            let replace = "UPDATE vedetta_command SET state = 3
-                           WHERE target = $1 AND state = 0 AND word = ANY ($2)";
-            tx.execute(replace, &[&target.key(), &replaces]).await?;
-            let count = "SELECT count(*) FROM vedetta_command
-                         WHERE target = $1 AND state = 0 AND expires_at > clock_timestamp()";
-            let count: i64 = tx.query_one(count, &[&target.key()]).await?.try_get(0)?;
-            if usize::try_from(count).unwrap_or(usize::MAX) >= MOST {
-                return Err(BusError::TooMany);
-            }
-        }
-        let state = if stands { State::Replaced } else { State::Requested };
-        let insert = "INSERT INTO vedetta_command
-                          (id, target, word, value, state, expires_at, created_at)
-                      SELECT $1, $2, $3, $4, $5, now + make_interval(secs => $6), now
-                      FROM (SELECT clock_timestamp() AS now) AS clock
-                      RETURNING created_at, expires_at";
-        let number: i16 = if stands { 3 } else { 0 };
+        let client = self.db.client().await?;
+        let put = "SELECT * FROM vedetta_command_put($1, $2, $3, $4, $5, $6, $7, $8, $9)";
         let (word, value) = (order.word(), order.to_string());
-        let row = tx
-            .query_one(insert, &[&id.0, &target.key(), &word, &value, &number, &seconds(ttl)])
+        let (replaces, yields_to) = (order.replaces(), order.yields_to());
+        let most = i64::try_from(MOST).unwrap_or(i64::MAX);
+        let row = client
+            .query_opt(
+                &client.prepare_cached(put).await?,
+                &[
+                    &id.0,
+                    &target.key(),
+                    &word,
+                    &value,
+                    &ttl.as_secs_f64(),
+                    &KEPT.as_secs_f64(),
+                    &replaces,
+                    &yields_to,
+                    &most,
+                ],
+            )
             .await?;
-        if !stands {
-            tx.execute("SELECT pg_notify($1, $2)", &[&CHANNEL, &target.key()]).await?;
-        }
-        tx.commit().await?;
+        let row = row.ok_or(BusError::TooMany)?;
         Ok(Record {
             id,
             target: target.clone(),
             order: order.clone(),
-            state,
-            created: row.try_get(0)?,
-            expires: row.try_get(1)?,
+            state: state_of(row.try_get::<_, i16>(0)?.into()),
+            created: row.try_get(1)?,
+            expires: row.try_get(2)?,
         })
     }
 
