@@ -1,4 +1,4 @@
-//! What tests need of the world outside: real etcd clusters, NATS and PostgreSQL servers, and links that can be cut.
+//! What tests need of the world outside: real etcd clusters, NATS, PostgreSQL and Redis servers, and links that can be cut.
 //!
 //! Only ever a dev-dependency. What cannot be had panics and says why.
 #![allow(clippy::missing_panics_doc, reason = "a test that cannot have its world should panic")]
@@ -7,6 +7,7 @@ pub mod etcd;
 pub mod nats;
 pub mod postgres;
 mod proxy;
+pub mod redis;
 
 pub use proxy::Proxy;
 

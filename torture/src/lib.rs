@@ -10,6 +10,7 @@
 
 pub mod bed;
 pub mod entries;
+pub mod fleet;
 pub mod jobs;
 pub mod note;
 pub mod story;

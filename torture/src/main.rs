@@ -3,11 +3,12 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use torture::jobs;
+use torture::{fleet, jobs};
 
 /// Breaks things on purpose and looks for what should not have been lost.
 #[derive(Debug, Parser)]
 enum Torture {
+    Fleet(fleet::Command),
     Jobs(jobs::Command),
     #[command(hide = true)]
     JobsWorker(jobs::WorkerProcess),
@@ -18,6 +19,7 @@ enum Torture {
 #[tokio::main]
 async fn main() -> anyhow::Result<ExitCode> {
     let well = match Torture::parse() {
+        Torture::Fleet(command) => command.run().await?,
         Torture::Jobs(command) => command.run().await?,
         Torture::JobsWorker(worker) => worker.run().await.map(|()| true)?,
         Torture::JobsServer(server) => server.run().await.map(|()| true)?,

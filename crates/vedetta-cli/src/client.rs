@@ -31,6 +31,13 @@ pub(crate) struct Remote {
     pub(crate) output: Format,
 }
 
+impl Remote {
+    /// The server, as it was given.
+    pub(crate) fn server(&self) -> &str {
+        &self.server
+    }
+}
+
 /// Why there is no answer, or not the wished one.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ClientError {

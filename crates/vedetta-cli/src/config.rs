@@ -1,5 +1,6 @@
 //! The config file `vedetta.toml`; `vedetta.toml` in the repository has every key with its default.
 
+mod fleet;
 mod jobs;
 mod watch;
 
@@ -17,8 +18,10 @@ use vedetta::etcd::{BadEndpoint, ClientTls, Cluster, TlsFiles};
 use vedetta::kv;
 use vedetta::runtime::Command;
 
+pub(crate) use fleet::BusAt;
+use fleet::{Bus, Supervisor};
 use jobs::{Handler, JobName, Keep, Queue, Tick};
-pub(crate) use watch::{Name, Watch};
+pub(crate) use watch::{Name, Time, Watch};
 
 /// Read when no other is named and it exists.
 const DEFAULT_FILE: &str = "vedetta.toml";
@@ -135,6 +138,22 @@ pub(crate) enum ConfigError {
         "queue.{0}.heartbeat is more than a third of its ack-wait: jobs that run would be handed out again"
     )]
     Heartbeat(String),
+    #[error(
+        "bus.url begins with {0:?}: give \"same\", where the jobs are, a Redis as \"redis://:password@host:6379\", or a PostgreSQL as \"postgres://user@host/database\""
+    )]
+    Bus(String),
+    #[error(
+        "no supervisor with a queue to work is declared: add [supervisor.NAME] and a handler to the config file"
+    )]
+    NoSupervisor,
+    #[error("supervisor.{0}.min is more than its max")]
+    MinMax(String),
+    #[error("no handler is declared for the queue {0:?}: nobody could work it")]
+    Undeclared(String),
+    #[error(
+        "the queue {0:?} is a stream of NATS, which the server works itself: a supervisor cannot"
+    )]
+    WorkedStream(String),
     #[error("{} is not a folder", .0.display())]
     Folder(PathBuf),
 }
@@ -144,6 +163,7 @@ pub(crate) enum ConfigError {
 pub(crate) struct Config {
     pub(crate) store: Store,
     pub(crate) jobs: Jobs,
+    pub(crate) bus: Bus,
     pub(crate) http: Http,
     pub(crate) auth: Auth,
     pub(crate) etcd: Etcd,
@@ -152,6 +172,7 @@ pub(crate) struct Config {
     queue: BTreeMap<JobName, Queue>,
     pub(crate) handler: BTreeMap<JobName, Handler>,
     periodic: BTreeMap<JobName, Tick>,
+    supervisor: BTreeMap<JobName, Supervisor>,
     pub(crate) retention: Keep,
 }
 
@@ -365,6 +386,7 @@ impl Config {
         config.http.check()?;
         config.watch.iter().try_for_each(|(name, watch)| watch.check(name))?;
         config.check_jobs()?;
+        config.check_fleet()?;
         Ok(config)
     }
 
@@ -459,7 +481,7 @@ impl Store {
 /// A number of bytes, for example `8GB` or `512MiB`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
-struct Size(u64);
+pub(crate) struct Size(pub(crate) u64);
 
 impl TryFrom<String> for Size {
     type Error = String;
@@ -504,7 +526,7 @@ mod tests {
         assert_eq!(Config::parse(EXAMPLE), Ok(Config::default()));
         let keys = example.values().map(|table| table.as_table().unwrap().len()).sum::<usize>();
         assert_eq!(
-            keys, 13,
+            keys, 15,
             "all but keep-age, TLS, watchers and what jobs are declared, which are off"
         );
     }
@@ -529,15 +551,35 @@ mod tests {
             "payload",
             "cron",
             "zone",
+            "queues",
+            "balance",
+            "min",
+            "max",
+            "tries",
+            "memory",
+            "rest",
+            "cool-down",
+            "grace",
         ];
         for key in jobs {
             on = on.replace(&format!("# {key} ="), &format!("{key} ="));
         }
-        for table in ["watch", "handler", "queue", "periodic"] {
+        for table in ["watch", "handler", "queue", "periodic", "supervisor"] {
             on = on.replace(&format!("# [{table}."), &format!("[{table}."));
         }
         let config = Config::parse(&on).unwrap();
         config.check_jobs().unwrap();
+        config.check_fleet().unwrap();
+        assert_eq!(config.supervised(), ["media".to_owned()].into());
+        let (name, settings, hire) =
+            &config.supervisors(Path::new("vedetta"), "http://127.0.0.1:7070", None)[0];
+        assert_eq!((*name, settings.min, settings.max), ("default", 1, 10));
+        let said: Vec<_> = hire.arguments.iter().map(|word| word.to_string_lossy()).collect();
+        let said = said.join(" ");
+        assert!(
+            said.ends_with("--tries 3 --timeout 1m --memory 128000000B --rest 1s --grace 30s"),
+            "{said}"
+        );
         let kinds = config.kinds().unwrap();
         assert_eq!(kinds.0["transcode"].queue, "media");
         assert_eq!(config.workers(&Own::default()).len(), 1);

@@ -6,16 +6,19 @@ mod completions;
 mod config;
 mod doctor;
 mod exit;
+mod fleet;
 mod job;
 mod kv;
 mod output;
 mod queue;
 mod stage;
 mod streams;
+mod supervise;
 mod token;
 mod up;
 mod user;
 mod watcher;
+mod worker;
 
 use std::process::ExitCode;
 
@@ -40,6 +43,8 @@ enum Command {
     Kv(kv::Kv),
     Job(job::Job),
     Queue(queue::Queue),
+    Worker(worker::Worker),
+    Supervise(supervise::Supervise),
     Watcher(watcher::Watcher),
     Stage(stage::Stage),
     User(user::User),
@@ -56,6 +61,8 @@ fn main() -> ExitCode {
         Command::Kv(kv) => kv.run(out),
         Command::Job(job) => job.run(out),
         Command::Queue(queue) => queue.run(out),
+        Command::Worker(worker) => worker.run(out),
+        Command::Supervise(supervise) => supervise.run(),
         Command::Watcher(watcher) => watcher.run(out),
         Command::Stage(stage) => stage.run(out),
         Command::User(user) => user.run(out),

@@ -17,18 +17,21 @@ use vedetta::dashboard::{self, Api, Observed};
 use vedetta::db::postgres::Postgres;
 use vedetta::db::{self, DataFolder, Db, FolderError};
 use vedetta::etcd::{self, Endpoint};
+use vedetta::fleet::{self, Crew, Supervising};
 use vedetta::jobs::jetstream::JetStream;
 use vedetta::jobs::postgres::PostgresJobs;
 use vedetta::jobs::sqlite::SqliteJobs;
-use vedetta::jobs::{self, Housekeeping, Jobs, Ledger, Working};
+use vedetta::jobs::{self, Housekeeping, Jobs, Ledger};
 use vedetta::kv::{self, Store};
 use vedetta::runtime::{Keys, Watching};
 use vedetta::stage;
 
 use crate::config::{Addresses, Config, ConfigError, JobsAt, Own, Place};
+use crate::fleet::{Keeper, open_fleet, start_supervisors};
 use crate::streams::Recorded;
 
-/// Run the store with its HTTP API, page and etcd endpoint, and the declared watchers, until Ctrl-C or SIGTERM
+/// Run the store with its HTTP API, page and etcd endpoint, the declared watchers, handlers and supervisors, until Ctrl-C or
+/// SIGTERM
 ///
 /// Prints where the page and the etcd endpoint are, and `ready` when both serve. Logs go to stderr; `VEDETTA_LOG` says how much, for
 /// example `debug`.
@@ -43,13 +46,13 @@ pub(crate) struct Up {
 
 /// All that is kept in the data folder.
 pub(crate) const SCHEMAS: &[db::Schema] =
-    &[kv::SCHEMA, stage::sqlite::SCHEMA, jobs::sqlite::SCHEMA];
+    &[kv::SCHEMA, stage::sqlite::SCHEMA, jobs::sqlite::SCHEMA, fleet::sqlite::SCHEMA];
 
 /// What is left when the end has come may take so long to go.
 const LAST_MOMENT: Duration = Duration::from_millis(500);
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
-enum LogFormat {
+pub(crate) enum LogFormat {
     Human,
     Json,
 }
@@ -66,14 +69,15 @@ impl Up {
             .enable_all()
             .build()
             .context("cannot start")?;
-        let done = runtime.block_on(run(&config, &self.place.data, addresses));
+        let done = runtime.block_on(run(&config, &self.place, addresses));
         // What still runs is dropped, which ends commands and all that they started.
         runtime.shutdown_timeout(LAST_MOMENT);
         done
     }
 }
 
-async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Result<()> {
+async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Result<()> {
+    let data = place.data.as_path();
     let mut signals = Signals::listen().context("cannot listen for signals")?;
     let tls = config.etcd.tls()?.map(|files| files.load()).transpose()?;
     let http_tls = config.http.tls()?.map(|files| files.load()).transpose()?;
@@ -94,14 +98,15 @@ async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Resu
     };
     let ending = CancellationToken::new();
     let api = Api::new(store.clone()).ending(ending.clone());
-    let (api, ledger, streams) = open_jobs(config, db, api).await?;
+    let (api, ledger, streams, keeper) = open_jobs(config, db, api).await?;
     // What our workers do is seen, too. In the file alone nobody else settles anything.
     let observed = match config.jobs.at()? {
         JobsAt::Embedded => Observed::alone(ledger),
         _ => Observed::new(ledger),
     };
     let ledger: Arc<dyn Ledger> = Arc::clone(&observed) as _;
-    let mut api = api.observed(observed).kinds(config.kinds()?);
+    let fleet = open_fleet(config, keeper, &ledger).await?;
+    let mut api = api.observed(observed).kinds(config.kinds()?).fleet(fleet.clone());
     let access = Access::open(data)?;
     let own = own(config, &access, http, http_tls.is_some())?;
     api = api.access(access, config.auth.enabled).hosts(config.http.hosts.clone());
@@ -110,14 +115,22 @@ async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Resu
     }
     let housekeeping =
         Housekeeping::start(&ledger, config.periodic()?, config.retention.retention())?;
-    let mut workers = Vec::new();
+    let (workers_stop, supervised) = (CancellationToken::new(), config.supervised());
+    let (mut workers, grace) = (JoinSet::new(), config.shutdown.grace);
     for (queue, worker) in config.workers(&own) {
+        if supervised.contains(queue) {
+            continue;
+        }
         let jobs: Arc<dyn Jobs> = match streams.get(queue) {
             Some(stream) => Arc::clone(stream) as _,
             None => Arc::clone(&ledger) as _,
         };
-        workers.push(worker.start(jobs)?);
+        let working = worker.start(jobs)?;
+        let crew = Crew::new(working.name().to_owned(), Arc::new(fleet.clone()), vec![working]);
+        workers.spawn(crew.run(workers_stop.clone(), grace));
     }
+    let control = Arc::new(fleet.clone());
+    let supervisors = start_supervisors(config, &server, place.config.as_deref(), &control)?;
     let mut watchers = Vec::new();
     for (name, watch) in &config.watch {
         // Each has a connection of its own: one that is busy does not hold up the others.
@@ -161,8 +174,10 @@ async fn run(config: &Config, data: &Path, addresses: Addresses) -> anyhow::Resu
         drop(housekeeping);
         tokio::join!(
             stop_watchers(watchers, config.shutdown.grace),
-            stop_workers(workers, config.shutdown.grace),
+            stop_workers(workers, workers_stop),
+            stop_supervisors(supervisors, config.shutdown.grace),
         );
+        fleet.close().await;
         for stream in streams.into_values() {
             stream.close().await;
         }
@@ -205,20 +220,21 @@ async fn open_jobs(
     config: &Config,
     db: Db,
     api: Api,
-) -> anyhow::Result<(Api, Arc<dyn Ledger>, Streams)> {
+) -> anyhow::Result<(Api, Arc<dyn Ledger>, Streams, Keeper)> {
     let at = config.jobs.at()?;
     if let JobsAt::Postgres(url) = at {
-        let schemas = [stage::postgres::SCHEMA, jobs::postgres::SCHEMA];
+        let schemas = [stage::postgres::SCHEMA, jobs::postgres::SCHEMA, fleet::postgres::SCHEMA];
         let postgres = Postgres::open(&url, &schemas).await.context("jobs.url cannot be used")?;
         let api = api.stages(stage::postgres::Records::new(postgres.clone()));
-        return Ok((api, Arc::new(PostgresJobs::new(postgres)), Streams::new()));
+        let jobs = Arc::new(PostgresJobs::new(postgres.clone()));
+        return Ok((api, jobs, Streams::new(), Keeper::Postgres(postgres)));
     }
     let api = api.stages(stage::sqlite::Records::open(db.clone()).await?);
-    let jobs = SqliteJobs::open(db).await?;
-    let JobsAt::Nats(url) = at else { return Ok((api, Arc::new(jobs), Streams::new())) };
+    let (jobs, keeper) = (SqliteJobs::open(db.clone()).await?, Keeper::Sqlite(db));
+    let JobsAt::Nats(url) = at else { return Ok((api, Arc::new(jobs), Streams::new(), keeper)) };
     let opened = Recorded::open(jobs, &url, config.streams()?).await;
     let (recorded, streams) = opened.context("jobs.url cannot be used")?;
-    Ok((api, Arc::new(recorded), streams))
+    Ok((api, Arc::new(recorded), streams, keeper))
 }
 
 /// The clock cannot count to the end of time.
@@ -237,14 +253,27 @@ async fn stop_watchers(watchers: Vec<Watching<Keys>>, grace: Duration) {
     }
 }
 
-/// Lets jobs that run finish within `grace`, and gives the rest back.
-async fn stop_workers(workers: Vec<Working>, grace: Duration) {
-    let mut stopping: JoinSet<_> = workers.into_iter().map(|worker| worker.stop(grace)).collect();
-    while let Some(ended) = stopping.join_next().await {
+/// Lets jobs that run finish within the grace time, and gives the rest back.
+async fn stop_workers(mut workers: JoinSet<(fleet::Ending, usize)>, stop: CancellationToken) {
+    stop.cancel();
+    while let Some(ended) = workers.join_next().await {
         match ended {
-            Ok(0) => {}
-            Ok(ended) => tracing::warn!(ended, "the grace time is over: gave back jobs"),
+            Ok((_, 0)) => {}
+            Ok((_, ended)) => tracing::warn!(ended, "the grace time is over: gave back jobs"),
             Err(error) => tracing::error!(%error, "a worker broke down"),
+        }
+    }
+}
+
+/// Lets worker processes finish within `grace`, and kills the rest.
+pub(crate) async fn stop_supervisors(supervisors: Vec<Supervising>, grace: Duration) {
+    let mut stopping: JoinSet<_> =
+        supervisors.into_iter().map(|supervisor| supervisor.stop(grace)).collect();
+    while let Some(killed) = stopping.join_next().await {
+        match killed {
+            Ok(0) => {}
+            Ok(killed) => tracing::warn!(killed, "the grace time is over: killed workers"),
+            Err(error) => tracing::error!(%error, "a supervisor broke down"),
         }
     }
 }
@@ -280,20 +309,20 @@ fn say(text: &str) {
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
 }
 
-struct Signals {
+pub(crate) struct Signals {
     interrupt: Signal,
     terminate: Signal,
 }
 
 impl Signals {
-    fn listen() -> io::Result<Self> {
+    pub(crate) fn listen() -> io::Result<Self> {
         Ok(Self {
             interrupt: signal(SignalKind::interrupt())?,
             terminate: signal(SignalKind::terminate())?,
         })
     }
 
-    async fn next(&mut self) {
+    pub(crate) async fn next(&mut self) {
         tokio::select! {
             _ = self.interrupt.recv() => {}
             _ = self.terminate.recv() => {}
@@ -301,10 +330,25 @@ impl Signals {
     }
 }
 
-fn start_logs(format: Option<LogFormat>) {
+/// Stderr, whether anybody reads it or not: a worker outlives the supervisor that does.
+struct Unheard(io::Stderr);
+
+impl io::Write for Unheard {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let _ = self.0.write_all(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+pub(crate) fn start_logs(format: Option<LogFormat>) {
     let filter = EnvFilter::try_from_env("VEDETTA_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
     let terminal = io::stderr().is_terminal();
-    let logs = tracing_subscriber::fmt().with_writer(io::stderr).with_env_filter(filter);
+    let logs =
+        tracing_subscriber::fmt().with_writer(|| Unheard(io::stderr())).with_env_filter(filter);
     match format.unwrap_or(if terminal { LogFormat::Human } else { LogFormat::Json }) {
         LogFormat::Human => logs.with_ansi(terminal).init(),
         LogFormat::Json => logs.json().init(),

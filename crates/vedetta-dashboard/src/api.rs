@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use tokio_util::sync::CancellationToken;
 use vedetta_access::Access;
 use vedetta_core::Revision;
+use vedetta_fleet::Fleet;
 use vedetta_jobs::{Kinds, Ledger, wire};
 use vedetta_kv::Store;
 use vedetta_net::tls::Tls;
@@ -28,7 +29,7 @@ use crate::json::Json;
 use crate::live::{self, Crew, Live};
 use crate::observe::Observed;
 use crate::stages::{self, Stages};
-use crate::{audit, hub, jobs, kv, leases, login, metrics, openapi, page, queues, watch, watchers};
+use crate::{audit, hub, jobs, kv, leases, login, metrics, openapi, page, queues, watch, watchers, workers};
 
 /// Bytes of a request's body.
 const BODY: usize = 2 << 20;
@@ -41,6 +42,7 @@ pub struct Api {
     pub(crate) stages: Option<Arc<Stages>>,
     pub(crate) jobs: Option<Arc<Observed>>,
     pub(crate) crew: Option<Arc<dyn Crew>>,
+    pub(crate) fleet: Option<Fleet>,
     pub(crate) kinds: Kinds,
     pub(crate) ending: CancellationToken,
     pub(crate) limits: Limits,
@@ -97,6 +99,7 @@ impl Api {
             stages: None,
             jobs: None,
             crew: None,
+            fleet: None,
             kinds: Kinds::default(),
             ending: CancellationToken::new(),
             limits: Limits::default(),
@@ -145,6 +148,13 @@ impl Api {
     #[must_use]
     pub fn crew(mut self, crew: Arc<dyn Crew>) -> Self {
         self.crew = Some(crew);
+        self
+    }
+
+    /// The same with workers and their supervisors.
+    #[must_use]
+    pub fn fleet(mut self, fleet: Fleet) -> Self {
+        self.fleet = Some(fleet);
         self
     }
 
@@ -200,6 +210,7 @@ pub(crate) struct Context {
     pub(crate) stages: Option<Arc<Stages>>,
     pub(crate) jobs: Option<Arc<dyn Ledger>>,
     pub(crate) live: Arc<Live>,
+    pub(crate) fleet: Option<Fleet>,
     pub(crate) kinds: Arc<Kinds>,
     pub(crate) ending: CancellationToken,
     pub(crate) limits: Arc<Limits>,
@@ -314,6 +325,20 @@ pub(crate) fn routes() -> Vec<Route> {
         post(Operator, "/api/v1/queues/{queue}/drain", queues::drain),
         work(post(Operator, "/api/v1/queues/{queue}/take", queues::take)),
         get(Viewer, "/api/v1/queues/{queue}/wake", queues::wake),
+        get(Viewer, "/api/v1/workers", workers::list),
+        post(Operator, "/api/v1/workers", workers::start),
+        post(Operator, "/api/v1/workers/terminate", workers::terminate),
+        post(Operator, "/api/v1/workers/restart", workers::restart),
+        work(delete(Operator, "/api/v1/workers/{id}", workers::leave)),
+        work(post(Operator, "/api/v1/workers/{id}/beat", workers::beat)),
+        get(Viewer, "/api/v1/workers/{id}/wake", workers::wake),
+        post(Operator, "/api/v1/workers/{id}/stop", workers::stop),
+        post(Operator, "/api/v1/workers/{id}/pause", workers::pause),
+        post(Operator, "/api/v1/workers/{id}/resume", workers::resume),
+        work(delete(Operator, "/api/v1/supervisors/{name}", workers::retire)),
+        work(post(Operator, "/api/v1/supervisors/{name}/beat", workers::supervise)),
+        get(Viewer, "/api/v1/supervisors/{name}/wake", workers::wake_supervisor),
+        get(Viewer, "/api/v1/commands/{id}", workers::command),
         post(Admin, "/api/v1/compact", compact),
         get(Viewer, "/api/v1/overview", live::overview),
         get(Viewer, "/api/v1/stats", live::stats),

@@ -1,4 +1,4 @@
-//! The HTTP API of the store, its watchers, stages and jobs, and their page.
+//! The HTTP API of the store, its watchers, stages, jobs and workers, and their page.
 //!
 //! ```text
 //!  accept ─► a place among the connections ─► TLS ─► head within its time ─► the guard ─► route ─► store, watchers
@@ -32,6 +32,7 @@ mod stages;
 mod stats;
 mod watch;
 mod watchers;
+mod workers;
 
 pub use api::{Api, Limits};
 pub use live::{Crew, WorkerRow};

@@ -253,6 +253,117 @@ const OPERATIONS: &[Operation] = &[
         EVENTS,
         &["422"],
     ),
+    asks(
+        "/api/v1/workers",
+        "Workers and supervisors, those that ended or fell silent within ten minutes, too",
+        &[],
+        "Workers",
+        &["422"],
+    ),
+    Operation {
+        query: &["ttl_ms"],
+        ..tells(
+            "/api/v1/workers",
+            "Has a supervisor start workers of a queue; 422 if no handler is declared for it, 409 if there is no \
+             supervisor for it or that has no room",
+            Some("StartWorkers"),
+            "Command",
+            &["409", "422", "503"],
+        )
+    },
+    Operation {
+        query: &["ttl_ms"],
+        ..tells(
+            "/api/v1/workers/terminate",
+            "Has all workers finish what runs and end, and none started in their place; not those that are part of a \
+             server",
+            None,
+            "Commands",
+            &["409", "422", "503"],
+        )
+    },
+    Operation {
+        query: &["ttl_ms"],
+        ..tells(
+            "/api/v1/workers/restart",
+            "Has every supervisor replace its workers, one at a time",
+            None,
+            "Commands",
+            &["409", "422", "503"],
+        )
+    },
+    removes("/api/v1/workers/{id}", "A worker is gone, in good order", "WorkerGone", &["422"]),
+    tells(
+        "/api/v1/workers/{id}/beat",
+        "A worker registers, and is alive; the commands that wait for it are handed out with the answer, each once",
+        Some("Beat"),
+        "Heard",
+        &["409", "422"],
+    ),
+    asks(
+        "/api/v1/workers/{id}/wake",
+        "Says `command` when a command may wait: beat then",
+        &[],
+        EVENTS,
+        &["404", "422"],
+    ),
+    Operation {
+        query: &["ttl_ms"],
+        ..tells(
+            "/api/v1/workers/{id}/stop",
+            "Has a worker finish what runs, and end",
+            None,
+            "Command",
+            &["404", "409", "422", "503"],
+        )
+    },
+    Operation {
+        query: &["ttl_ms"],
+        ..tells(
+            "/api/v1/workers/{id}/pause",
+            "Has a worker finish what runs, and take nothing",
+            None,
+            "Command",
+            &["404", "409", "422", "503"],
+        )
+    },
+    Operation {
+        query: &["ttl_ms"],
+        ..tells(
+            "/api/v1/workers/{id}/resume",
+            "Has a worker go on",
+            None,
+            "Command",
+            &["404", "409", "422", "503"],
+        )
+    },
+    removes(
+        "/api/v1/supervisors/{name}",
+        "A supervisor is gone, in good order",
+        "WorkerGone",
+        &["422", "503"],
+    ),
+    tells(
+        "/api/v1/supervisors/{name}/beat",
+        "A supervisor registers, and is alive; it is told of its workers, and what to do",
+        Some("Report"),
+        "Told",
+        &["409", "422", "503"],
+    ),
+    asks(
+        "/api/v1/supervisors/{name}/wake",
+        "Says `command` when a command may wait: beat then",
+        &[],
+        EVENTS,
+        &["404", "422"],
+    ),
+    asks(
+        "/api/v1/commands/{id}",
+        "What became of a command; known for an hour after its time",
+        &[],
+        "Command",
+        &["404", "422", "503"],
+    ),
     tells(
         "/api/v1/compact",
         "Forgets what was before a revision",
@@ -376,7 +487,7 @@ impl Operation {
         for name in self.query {
             let (name, schema) = match *name {
                 "limit" => ("limit", json!({ "type": "integer", "minimum": 1, "default": 100 })),
-                "revision" | "from" => (*name, whole()),
+                "revision" | "from" | "ttl_ms" => (*name, whole()),
                 "keys_only" | "parked" | "reveal" => (*name, flag()),
                 "of_prefix" => ("prefix", flag()),
                 "status" => ("status", one("Status")),
@@ -476,7 +587,7 @@ fn input(fields: &[(&str, Value)]) -> Value {
 }
 
 fn schemas() -> Map<String, Value> {
-    let all = [keys(), runs(), stages(), jobs(), queues(), work(), general()];
+    let all = [keys(), runs(), stages(), jobs(), queues(), work(), workers(), fleet(), general()];
     all.into_iter().flatten().map(|(name, schema)| (name.to_owned(), schema)).collect()
 }
 
@@ -796,6 +907,139 @@ fn work() -> Schemas {
             ]),
         ),
         ("Settlements", list(&one("Settlement"))),
+    ]
+}
+
+/// Workers and those who keep them.
+fn workers() -> Schemas {
+    let names = || list(&text());
+    let slots = || answer(&[("used", whole()), ("capacity", whole())]);
+    let worker = answer(&[
+        ("id", text()),
+        ("supervisor", or_null(&text())),
+        ("queues", names()),
+        ("pid", whole()),
+        ("host", text()),
+        ("version", text()),
+        ("status", one("WorkerStatus")),
+        ("inside", said(flag(), "it is part of a server, and ends with it")),
+        ("birth?", said(text(), "tells its process from a later one of the same number")),
+        ("slots", slots()),
+        ("running", said(list(&whole()), "ids of jobs")),
+        ("note?", said(text(), "how it ended, or why it is about to")),
+        ("seen_ms", said(whole(), "how long ago")),
+        ("started_at", time()),
+        ("last_heartbeat", time()),
+        ("created_at", time()),
+        ("updated_at", time()),
+    ]);
+    vec![
+        ("WorkerStatus", words(&["running", "paused", "stopping", "stopped", "silent"])),
+        ("Worker", worker),
+        (
+            "Workers",
+            answer(&[("workers", list(&one("Worker"))), ("supervisors", list(&one("Supervisor")))]),
+        ),
+        (
+            "StartWorkers",
+            input(&[("queue", text()), ("count?", whole_from(1, i64::from(u32::MAX)))]),
+        ),
+        (
+            "Command",
+            answer(&[
+                ("id", text()),
+                ("target", text()),
+                ("command", text()),
+                ("state", words(&["requested", "taken", "applied", "expired", "replaced"])),
+                ("created_at", time()),
+                ("expires_at", time()),
+            ]),
+        ),
+        ("Commands", answer(&[("commands", list(&one("Command")))])),
+        (
+            "HandedCommand",
+            answer(&[
+                ("id", text()),
+                ("command", text()),
+                ("expires_ms", said(whole(), "after that it must not be obeyed")),
+            ]),
+        ),
+        (
+            "Beat",
+            input(&[
+                ("supervisor?", or_null(&text())),
+                ("queues", names()),
+                ("pid?", whole()),
+                ("host?", text()),
+                ("version?", text()),
+                ("started?", said(whole(), "milliseconds since 1970")),
+                ("birth?", or_null(&text())),
+                ("state?", words(&["running", "paused", "stopping"])),
+                ("slots?", slots()),
+                ("running?", said(list(&whole()), "ids of jobs")),
+                ("done?", said(names(), "commands that it obeyed")),
+                ("note?", or_null(&text())),
+            ]),
+        ),
+        (
+            "Heard",
+            answer(&[
+                ("commands", list(&one("HandedCommand"))),
+                ("supervisor_seen_ms?", said(whole(), "how long ago its supervisor was there")),
+                ("beat_ms", said(whole(), "beat again within that")),
+            ]),
+        ),
+        ("WorkerGone", answer(&[("id", text()), ("gone", said(flag(), "it was known"))])),
+    ]
+}
+
+/// What supervisors say and hear.
+fn fleet() -> Schemas {
+    let names = || list(&text());
+    let of_report = |mut more: Vec<(&'static str, Value)>| {
+        more.extend([
+            ("queues", said(names(), "what its workers can work")),
+            ("balance", words(&["simple", "auto"])),
+            ("min", whole()),
+            ("max", whole()),
+            ("wanted", said(whole(), "workers it wants now")),
+            ("state", words(&["running", "restarting", "crash-looping", "terminated"])),
+            ("last_exit?", said(text(), "how its last worker that failed ended")),
+            ("stderr?", said(text(), "the last that one wrote")),
+        ]);
+        more
+    };
+    let said_of_it = of_report(vec![
+        ("host", text()),
+        ("version", text()),
+        ("instance", said(text(), "differs from that of another process of the same name")),
+        ("ended?", list(&input(&[("id", text()), ("exit", text())]))),
+        ("done?", said(names(), "commands that it obeyed")),
+        ("depths?", said(flag(), "whether it is told what is in the queues")),
+    ]);
+    let depth =
+        [("name", text()), ("ready", whole()), ("running", whole()), ("oldest_ms?", whole())];
+    vec![
+        (
+            "Supervisor",
+            answer(&[
+                ("name", text()),
+                ("host", text()),
+                ("report?", answer(&of_report(Vec::new()))),
+                ("seen_ms", whole()),
+            ]),
+        ),
+        ("Report", input(&said_of_it)),
+        (
+            "Told",
+            answer(&[
+                ("commands", list(&one("HandedCommand"))),
+                ("workers", list(&one("Worker"))),
+                ("queues", list(&answer(&depth))),
+                ("silent_ms", said(whole(), "a worker not seen for so long is silent")),
+                ("beat_ms", whole()),
+            ]),
+        ),
     ]
 }
 

@@ -45,6 +45,7 @@ pub async fn serve(listener: TcpListener, api: Api, stop: CancellationToken) {
         stages: api.stages,
         jobs: api.jobs.clone().map(|jobs| jobs as _),
         live: Arc::new(Live { observed: api.jobs, crew: api.crew, ..Live::default() }),
+        fleet: api.fleet,
         kinds: Arc::new(api.kinds),
         ending: api.ending,
         limits: Arc::clone(&limits),

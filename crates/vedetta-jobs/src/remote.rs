@@ -138,12 +138,42 @@ impl RemoteJobs {
     }
 
     async fn post<T: DeserializeOwned>(&self, path: &str, body: Vec<u8>) -> Result<T, JobsError> {
+        self.call(Method::POST, path, body).await
+    }
+
+    /// Asks the same server for something else, over the same connections.
+    pub async fn call<T: DeserializeOwned>(
+        &self,
+        method: Method,
+        path: &str,
+        body: Vec<u8>,
+    ) -> Result<T, JobsError> {
         let whole = async {
-            let response = self.send(Method::POST, path, body).await?;
+            let response = self.send(method, path, body).await?;
             let body = read(response.into_body()).await?;
             serde_json::from_slice(&body).map_err(|error| JobsError::Failed(Box::new(error)))
         };
         timeout(WHOLE, whole).await.map_err(unavailable)?
+    }
+
+    /// Reads a stream of events of the same server until it ends, and tells the name of each; first, that it
+    /// is open, as an empty one.
+    pub async fn stream(&self, path: &str, mut tell: impl FnMut(&str)) -> Result<(), JobsError> {
+        let opened = timeout(CONNECT, self.send(Method::GET, path, Vec::new())).await;
+        let mut body = opened.map_err(unavailable)??.into_body();
+        tell("");
+        let mut begun = Vec::new();
+        loop {
+            match timeout(SILENCE, body.frame()).await {
+                Ok(Some(Ok(frame))) => {
+                    begun.extend_from_slice(&frame.into_data().unwrap_or_default());
+                    each_event(&mut begun, &mut tell);
+                }
+                Ok(None) => return Ok(()),
+                Ok(Some(Err(error))) => return Err(unavailable(error)),
+                Err(late) => return Err(unavailable(late)),
+            }
+        }
     }
 
     /// An answer that is not a refusal.
@@ -245,18 +275,26 @@ impl Line {
     fn read(&mut self, data: &[u8]) -> impl Iterator<Item = Woken> + use<> {
         self.begun.extend_from_slice(data);
         let mut said = Vec::new();
-        while let Some(end) = self.begun.iter().position(|byte| *byte == b'\n') {
-            match self.begun[..end].trim_ascii() {
-                b"event: more" => said.push(Woken::More),
-                b"event: look" => said.push(Woken::Look),
-                _ => {}
-            }
-            self.begun.drain(..=end);
-        }
-        if self.begun.len() > LINE {
-            self.begun.clear();
-        }
+        each_event(&mut self.begun, |event| match event {
+            "more" => said.push(Woken::More),
+            "look" => said.push(Woken::Look),
+            _ => {}
+        });
         said.into_iter()
+    }
+}
+
+/// Takes whole lines off the beginning of a stream, and tells the names of the events in them.
+fn each_event(begun: &mut Vec<u8>, mut tell: impl FnMut(&str)) {
+    while let Some(end) = begun.iter().position(|byte| *byte == b'\n') {
+        let line = std::str::from_utf8(begun[..end].trim_ascii()).unwrap_or_default();
+        if let Some(event) = line.strip_prefix("event: ") {
+            tell(event);
+        }
+        begun.drain(..=end);
+    }
+    if begun.len() > LINE {
+        begun.clear();
     }
 }
 

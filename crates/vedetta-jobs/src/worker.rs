@@ -9,12 +9,12 @@
 //! A job takes as many slots as it costs, or none, if its handler is made of parts that take their own. What
 //! it tells while it runs is stored with the next prolonging of its lease, which it hastens.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::future::Future;
 use std::num::NonZeroU32;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -44,7 +44,7 @@ pub const BACKOFF: Backoff =
 /// How long a job is a worker's without a sign of life of it.
 pub const LEASE: Duration = Duration::from_secs(30);
 
-/// A queue is looked at after so long without a wake-up.
+/// A queue is looked at after so long without a wake-up, unless said otherwise.
 const POLL: Duration = Duration::from_secs(1);
 
 /// Events a slow reader of [`Working::events`] may be behind before it misses some.
@@ -98,6 +98,9 @@ pub struct Worker {
     lease: Duration,
     heartbeat: Option<Duration>,
     backoff: Backoff,
+    tries: u32,
+    rest: Duration,
+    poll: Duration,
     doing: HashMap<String, Doing>,
 }
 
@@ -117,6 +120,9 @@ impl Worker {
             lease: LEASE,
             heartbeat: None,
             backoff: BACKOFF,
+            tries: u32::MAX,
+            rest: Duration::ZERO,
+            poll: POLL,
             doing: HashMap::new(),
         }
     }
@@ -154,6 +160,39 @@ impl Worker {
     pub fn backoff(mut self, backoff: Backoff) -> Self {
         self.backoff = backoff;
         self
+    }
+
+    /// The same, and what failed so often here is dead, even if its job would allow more.
+    #[must_use]
+    pub fn tries(mut self, tries: NonZeroU32) -> Self {
+        self.tries = tries.get();
+        self
+    }
+
+    /// The same with a rest after each job, during which it takes nothing. With one it works on one job at a
+    /// time.
+    #[must_use]
+    pub fn rest(mut self, rest: Duration) -> Self {
+        self.rest = rest;
+        self
+    }
+
+    /// The same, and the queue is looked at after so long without a wake-up: what those that were lost would have
+    /// told waits until then.
+    #[must_use]
+    pub fn poll(mut self, poll: Duration) -> Self {
+        self.poll = poll;
+        self
+    }
+
+    /// What it works.
+    pub fn queue(&self) -> &str {
+        &self.queue
+    }
+
+    /// The slots it would have alone.
+    pub fn slots(&self) -> NonZeroU32 {
+        self.capacity
     }
 
     /// The same with a handler for a kind of jobs, whose payload is a `P`.
@@ -197,6 +236,13 @@ impl Worker {
         self
     }
 
+    /// The same for every kind that has no such limit yet.
+    #[must_use]
+    pub fn timeout_of_all(mut self, timeout: Duration) -> Self {
+        self.doing.values_mut().for_each(|doing| doing.timeout = doing.timeout.or(Some(timeout)));
+        self
+    }
+
     pub(crate) fn add(mut self, kind: String, in_parts: bool, run: Run) -> Self {
         self.doing.insert(kind, Doing { run, in_parts, timeout: None });
         self
@@ -204,9 +250,19 @@ impl Worker {
 
     /// Works `jobs` until stopped.
     pub fn start(self, jobs: Arc<dyn Jobs>) -> Result<Working, JobsError> {
+        let room = Room::new(self.capacity);
+        self.start_within(room, jobs)
+    }
+
+    /// The same with slots that are shared with workers of other queues.
+    pub fn start_within(
+        mut self,
+        room: Arc<Room>,
+        jobs: Arc<dyn Jobs>,
+    ) -> Result<Working, JobsError> {
         check_name("queue", &self.queue)?;
         check_name("worker", &self.name)?;
-        let room = Room::new(self.capacity);
+        self.capacity = NonZeroU32::new(room.capacity()).unwrap_or(self.capacity);
         let limits = Limits { capacity: self.capacity, timeout: None };
         let beat = self.heartbeat.unwrap_or(self.lease / 3);
         if beat.is_zero() || beat > self.lease / 3 {
@@ -215,19 +271,22 @@ impl Worker {
                 self.lease
             )));
         }
-        let puller = Puller { limits, lease: self.lease, beat, poll: POLL };
+        let puller = Puller { limits, lease: self.lease, beat, poll: self.poll };
         let (name, queue) = (self.name.clone(), self.queue.clone());
         let events = broadcast::Sender::new(EVENTS_KEPT);
+        let running = Arc::<Mutex<BTreeSet<JobId>>>::default();
         let line = Arc::new(Line {
             jobs,
             worker: self,
             room: Arc::clone(&room),
             news: Arc::default(),
             told_at: Mutex::new(None),
+            pace: Mutex::default(),
+            running: Arc::clone(&running),
             events: events.clone(),
         });
-        let pulling = puller.start_within(Arc::clone(&room), Feed(Arc::clone(&line)), Does(line));
-        Ok(Working { name, queue, room, events, pulling })
+        let pulling = puller.start_within(&room, Feed(Arc::clone(&line)), Does(line));
+        Ok(Working { name, queue, room, running, events, pulling })
     }
 }
 
@@ -258,6 +317,7 @@ pub struct Working {
     name: String,
     queue: String,
     room: Arc<Room>,
+    running: Arc<Mutex<BTreeSet<JobId>>>,
     events: broadcast::Sender<JobEvent>,
     pulling: Pulling,
 }
@@ -296,6 +356,11 @@ impl Working {
     pub fn slots(&self) -> (u32, u32) {
         let capacity = self.room.capacity();
         (capacity - self.room.free(), capacity)
+    }
+
+    /// The jobs that run.
+    pub fn running(&self) -> Vec<JobId> {
+        self.running.lock().iter().copied().collect()
     }
 
     /// Tells it to pause, to resume or to stop.
@@ -428,17 +493,43 @@ struct Line {
     room: Arc<Room>,
     news: Arc<News>,
     told_at: Mutex<Option<Instant>>,
+    pace: Mutex<Pace>,
+    running: Arc<Mutex<BTreeSet<JobId>>>,
     events: broadcast::Sender<JobEvent>,
 }
 
+/// For those who rest between jobs.
+#[derive(Default)]
+struct Pace {
+    /// Those that are gone are over.
+    held: Vec<Weak<Given>>,
+    ended: Option<Instant>,
+}
+
 impl Line {
+    /// How long to take nothing yet.
+    fn rests(&self) -> Option<Duration> {
+        let rest = self.worker.rest;
+        if rest.is_zero() {
+            return None;
+        }
+        let mut pace = self.pace.lock();
+        pace.held.retain(|given| given.strong_count() > 0);
+        if !pace.held.is_empty() {
+            return Some(rest);
+        }
+        let left = rest.saturating_sub(pace.ended?.elapsed());
+        (!left.is_zero()).then_some(left)
+    }
+
     fn doing(&self, kind: &str) -> Option<&Doing> {
         self.worker.doing.get(kind)
     }
 
     fn fate(&self, held: &Holding, end: &End<Outcome>) -> Option<Fate> {
         let failed = |error: String| {
-            let (attempt, most) = (held.given.attempt, held.given.max_attempts);
+            let (attempt, most) =
+                (held.given.attempt, held.given.max_attempts.min(self.worker.tries));
             if attempt >= most {
                 return Fate::Dead { error };
             }
@@ -480,6 +571,10 @@ impl Queue for Feed {
 
     async fn take(&self, room: u32) -> Result<queue::Taken<Holding, Work>, QueueError> {
         let line = &*self.0;
+        if let Some(rest) = line.rests() {
+            return Ok(queue::Taken { items: Vec::new(), rest: Some(rest) });
+        }
+        let room = if line.worker.rest.is_zero() { room } else { 1 };
         let wanted = Wanted {
             queue: &line.worker.queue,
             worker: &line.worker.name,
@@ -493,6 +588,9 @@ impl Queue for Feed {
             let in_parts = line.doing(&given.kind).is_some_and(|doing| doing.in_parts);
             let cost = if in_parts { 0 } else { given.cost.max(1) };
             let given = Arc::new(given);
+            if !line.worker.rest.is_zero() {
+                line.pace.lock().held.push(Arc::downgrade(&given));
+            }
             let news = Arc::clone(&line.news);
             let notes = Arc::new(Notes { note: Mutex::default(), news });
             let work = Work {
@@ -542,6 +640,7 @@ impl Queue for Feed {
             self.0.jobs.settle(&told).await.map_err(|error| failed("settling jobs", error))?
         }
         .into_iter();
+        self.0.pace.lock().ended = Some(Instant::now());
         let answers = fates.iter().map(|fate| match fate {
             Some(_) => settled.next().unwrap_or(Settled::Stale),
             None => Settled::Gone,
@@ -580,6 +679,22 @@ impl Queue for Feed {
 
 struct Does(Arc<Line>);
 
+/// A job is seen to run until this is dropped.
+struct Seen(Arc<Mutex<BTreeSet<JobId>>>, JobId);
+
+impl Seen {
+    fn new(running: &Arc<Mutex<BTreeSet<JobId>>>, id: JobId) -> Self {
+        running.lock().insert(id);
+        Self(Arc::clone(running), id)
+    }
+}
+
+impl Drop for Seen {
+    fn drop(&mut self) {
+        self.0.lock().remove(&self.1);
+    }
+}
+
 impl Handler<Work> for Does {
     type Outcome = Outcome;
 
@@ -589,6 +704,7 @@ impl Handler<Work> for Does {
     ) -> impl Future<Output = Result<Outcome, Failure>> + Send + 'static {
         let line = Arc::clone(&self.0);
         async move {
+            let _seen = Seen::new(&line.running, work.id());
             let Some(doing) = line.doing(work.kind()).cloned() else {
                 let kind = work.kind();
                 let why = format!("this worker has no handler for jobs of the kind {kind:?}");

@@ -140,11 +140,12 @@ impl Puller {
         Q: Queue,
         H: Handler<Q::Item, Outcome = Q::Outcome>,
     {
-        self.start_within(Room::new(self.limits.capacity), queue, handler)
+        self.start_within(&Room::new(self.limits.capacity), queue, handler)
     }
 
-    /// The same with slots that the handler shares: for the parts of what costs nothing itself.
-    pub fn start_within<Q, H>(self, room: Arc<Room>, queue: Q, handler: H) -> Pulling
+    /// The same with slots that are shared: with the parts of what costs nothing itself, and with other
+    /// pullers. Then no more is taken than is free.
+    pub fn start_within<Q, H>(self, room: &Arc<Room>, queue: Q, handler: H) -> Pulling
     where
         Q: Queue,
         H: Handler<Q::Item, Outcome = Q::Outcome>,
@@ -397,7 +398,11 @@ where
 
     fn take(&mut self) {
         let most = self.options.limits.capacity.get().saturating_add(self.ahead());
-        let room = most.saturating_sub(self.load);
+        let mut room = most.saturating_sub(self.load);
+        if let Some(free) = self.runner.shared_room() {
+            // What others have taken is no room for us.
+            room = room.min(free.saturating_sub(self.waiting_cost()));
+        }
         if self.paused || self.taking.is_some() || self.look != Look::Now || room == 0 {
             return;
         }
@@ -412,6 +417,12 @@ where
             let asked = Instant::now();
             (asked, room, queue.take(room).await)
         }));
+    }
+
+    /// What was taken and has not begun.
+    fn waiting_cost(&self) -> u32 {
+        let waiting = self.held.iter().filter(|(_, held)| matches!(held.at, At::Waiting(_)));
+        waiting.map(|(_, held)| held.cost).sum()
     }
 
     fn took(&mut self, (asked, room, answer): Took<Q>) {

@@ -2,7 +2,8 @@
 //!
 //! A run that takes slots takes them before it begins and gives them back at its end. A run that is made of
 //! parts takes none itself, and each part asks for its own with [`Room::hold`], in the same line as all
-//! others: see [`Slots`] for who goes first.
+//! others: see [`Slots`] for who goes first. Several runners may share one room, such as those that work the
+//! queues of one process.
 
 use std::collections::VecDeque;
 use std::num::NonZeroU32;
@@ -16,19 +17,33 @@ use vedetta_core::{Slot, Slots};
 /// Slots, what holds them and what waits for them.
 pub struct Room {
     state: Mutex<State>,
-    /// A run may begin.
-    bell: Notify,
 }
 
 struct State {
     slots: Slots<Waiter>,
-    /// Runs whose turn came when a part made room.
+    /// The runners, in the order in which they came.
+    runners: Vec<Member>,
+}
+
+#[derive(Default)]
+struct Member {
+    /// Its runs whose turn came while it did not look.
     ready: VecDeque<(Held, Slot)>,
+    /// One of them may begin, or there may be room for more.
+    bell: Arc<Notify>,
 }
 
 enum Waiter {
-    Run(Slot),
+    /// Of which runner.
+    Run(usize, Slot),
     Part(oneshot::Sender<Hold>),
+}
+
+/// A runner's place in a room.
+pub(crate) struct Place {
+    room: Arc<Room>,
+    number: usize,
+    bell: Arc<Notify>,
 }
 
 /// Slots that a part holds, until this is dropped.
@@ -69,8 +84,8 @@ impl Drop for Waiting<'_> {
 impl Room {
     /// With all slots free.
     pub fn new(capacity: NonZeroU32) -> Arc<Self> {
-        let state = State { slots: Slots::new(capacity), ready: VecDeque::new() };
-        Arc::new(Self { state: Mutex::new(state), bell: Notify::new() })
+        let state = State { slots: Slots::new(capacity), runners: Vec::new() };
+        Arc::new(Self { state: Mutex::new(state) })
     }
 
     /// Waits for so many slots and holds them; all, if that is more than there are. A run that holds some
@@ -100,34 +115,19 @@ impl Room {
         self.state.lock().slots.capacity()
     }
 
-    /// Has a run wait for its slots.
-    pub(crate) fn wait(&self, cost: u32, run: Slot) -> Ticket {
-        self.state.lock().slots.wait(cost, Waiter::Run(run))
-    }
-
-    /// The next run that may begin.
-    pub(crate) fn start(self: &Arc<Self>) -> Option<(Held, Slot)> {
+    /// A place for a runner.
+    pub(crate) fn join(self: &Arc<Self>) -> Place {
         let mut state = self.state.lock();
-        self.dispatch(&mut state);
-        state.ready.pop_front()
+        let (number, member) = (state.runners.len(), Member::default());
+        let bell = Arc::clone(&member.bell);
+        state.runners.push(member);
+        Place { room: Arc::clone(self), number, bell }
     }
 
-    /// A run has ended.
-    pub(crate) fn release(self: &Arc<Self>, held: Held) {
+    /// Slots are free again.
+    fn release(self: &Arc<Self>, held: Held) {
         let mut state = self.state.lock();
         state.slots.release(held);
-        self.dispatch(&mut state);
-    }
-
-    /// A run no longer waits, though its turn may have come.
-    pub(crate) fn withdraw(self: &Arc<Self>, ticket: Ticket, run: Slot) {
-        let mut state = self.state.lock();
-        if state.slots.cancel(ticket).is_none()
-            && let Some(at) = state.ready.iter().position(|(_, ready)| *ready == run)
-            && let Some((held, _)) = state.ready.remove(at)
-        {
-            state.slots.release(held);
-        }
         self.dispatch(&mut state);
     }
 
@@ -141,22 +141,22 @@ impl Room {
         }
     }
 
-    /// Tells the runner that it may begin what a part has made room for.
+    /// Tells runners that they may begin what a part has made room for; and each of several that there may
+    /// be room for more.
     fn tell(&self) {
-        if !self.state.lock().ready.is_empty() {
-            self.bell.notify_one();
-        }
-    }
-
-    /// Until a run may begin because a part has ended.
-    pub(crate) async fn changed(&self) {
-        self.bell.notified().await;
+        let state = self.state.lock();
+        let several = state.runners.len() > 1;
+        state
+            .runners
+            .iter()
+            .filter(|runner| several || !runner.ready.is_empty())
+            .for_each(|runner| runner.bell.notify_one());
     }
 
     fn dispatch(self: &Arc<Self>, state: &mut State) {
         while let Some((held, waiter)) = state.slots.start() {
             match waiter {
-                Waiter::Run(run) => state.ready.push_back((held, run)),
+                Waiter::Run(runner, run) => state.runners[runner].ready.push_back((held, run)),
                 Waiter::Part(turn) => {
                     let hold = Hold { held: Some(held), room: Arc::clone(self) };
                     // Nobody waits for it any more: not dropped here, where the state is locked.
@@ -168,6 +168,65 @@ impl Room {
                 }
             }
         }
+    }
+}
+
+impl Place {
+    /// Has a run wait for its slots.
+    pub(crate) fn wait(&self, cost: u32, run: Slot) -> Ticket {
+        self.room.state.lock().slots.wait(cost, Waiter::Run(self.number, run))
+    }
+
+    /// The next run that may begin.
+    pub(crate) fn start(&self) -> Option<(Held, Slot)> {
+        let mut state = self.room.state.lock();
+        self.room.dispatch(&mut state);
+        let next = state.runners[self.number].ready.pop_front();
+        let others = state.runners.iter().enumerate().filter(|(number, _)| *number != self.number);
+        others
+            .filter(|(_, other)| !other.ready.is_empty())
+            .for_each(|(_, other)| other.bell.notify_one());
+        next
+    }
+
+    /// A run has ended.
+    pub(crate) fn release(&self, held: Held) {
+        self.room.release(held);
+        if self.is_shared() {
+            self.room.tell();
+        }
+    }
+
+    /// A run no longer waits, though its turn may have come.
+    pub(crate) fn withdraw(&self, ticket: Ticket, run: Slot) {
+        let mut state = self.room.state.lock();
+        let ready = &mut state.runners[self.number].ready;
+        let at = ready.iter().position(|(_, ready)| *ready == run);
+        let came = at.and_then(|at| ready.remove(at));
+        match came {
+            Some((held, _)) => state.slots.release(held),
+            None => drop(state.slots.cancel(ticket)),
+        }
+        self.room.dispatch(&mut state);
+        drop(state);
+        if self.is_shared() {
+            self.room.tell();
+        }
+    }
+
+    /// Until a run may begin because of what others did.
+    pub(crate) async fn changed(&self) {
+        self.bell.notified().await;
+    }
+
+    /// Whether others run here, too.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.room.state.lock().runners.len() > 1
+    }
+
+    /// Slots that nothing holds.
+    pub(crate) fn free(&self) -> u32 {
+        self.room.free()
     }
 }
 
@@ -190,18 +249,19 @@ mod tests {
         assert_eq!((first.slots(), room.free()), (3, 1));
         let mut large = Box::pin(room.hold(9));
         assert!(poll!(&mut large).is_pending());
-        room.wait(1, Slot(7));
-        let Some((run, Slot(7))) = room.start() else { panic!("it fits beside the first") };
+        let runner = room.join();
+        runner.wait(1, Slot(7));
+        let Some((run, Slot(7))) = runner.start() else { panic!("it fits beside the first") };
         drop(first);
         assert!(poll!(&mut large).is_pending(), "a run still has a slot");
-        room.release(run);
+        runner.release(run);
         let Poll::Ready(large) = poll!(&mut large) else { panic!("all are free") };
         assert_eq!((large.slots(), room.free()), (4, 0));
-        room.wait(2, Slot(8));
-        assert!(room.start().is_none());
+        runner.wait(2, Slot(8));
+        assert!(runner.start().is_none());
         drop(large);
-        room.changed().await;
-        assert!(matches!(room.start(), Some((_, Slot(8)))));
+        runner.changed().await;
+        assert!(matches!(runner.start(), Some((_, Slot(8)))));
     }
 
     #[tokio::test]
@@ -225,10 +285,30 @@ mod tests {
     async fn a_run_that_is_withdrawn_after_its_turn_came_gives_its_slots_back() {
         let room = room(2);
         let first = room.hold(2).await;
-        let ticket = room.wait(2, Slot(1));
+        let runner = room.join();
+        let ticket = runner.wait(2, Slot(1));
         drop(first);
-        room.withdraw(ticket, Slot(1));
+        runner.withdraw(ticket, Slot(1));
         assert_eq!(room.free(), 2);
-        assert!(room.start().is_none());
+        assert!(runner.start().is_none());
+    }
+
+    #[tokio::test]
+    async fn runners_that_share_a_room_get_their_own_runs_and_hear_of_room() {
+        let room = room(2);
+        let (one, other) = (room.join(), room.join());
+        one.wait(2, Slot(0));
+        let Some((held, Slot(0))) = one.start() else { panic!("all are free") };
+        other.wait(1, Slot(0));
+        one.wait(1, Slot(1));
+        assert!(other.start().is_none() && one.start().is_none());
+        one.release(held);
+        other.changed().await;
+        assert!(
+            matches!(other.start(), Some((_, Slot(0)))),
+            "the same number, and not the same run"
+        );
+        assert!(matches!(one.start(), Some((_, Slot(1)))));
+        assert_eq!(room.free(), 0);
     }
 }

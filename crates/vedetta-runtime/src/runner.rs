@@ -25,7 +25,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep_until, timeout
 use vedetta_core::slots::{Held, Ticket};
 use vedetta_core::{Failure, Moment, Schedule, Slot};
 
-use crate::room::Room;
+use crate::room::{self, Room};
 
 /// How much may run, and for how long.
 #[derive(Debug, Clone, Copy)]
@@ -73,7 +73,7 @@ enum Place {
 pub struct Runner<T> {
     limits: Limits,
     schedule: Schedule,
-    room: Arc<Room>,
+    room: room::Place,
     /// How many stand before the slots.
     standing: usize,
     taken: HashMap<Slot, Place>,
@@ -87,15 +87,15 @@ pub struct Runner<T> {
 impl<T: Send + 'static> Runner<T> {
     /// Nothing runs yet.
     pub fn new(limits: Limits) -> Self {
-        Self::within(Room::new(limits.capacity), limits)
+        Self::within(&Room::new(limits.capacity), limits)
     }
 
-    /// The same with slots that are shared with the parts of its runs.
-    pub fn within(room: Arc<Room>, limits: Limits) -> Self {
+    /// The same with slots that are shared, with the parts of its runs and with other runners.
+    pub fn within(room: &Arc<Room>, limits: Limits) -> Self {
         Self {
             limits,
             schedule: Schedule::new(),
-            room,
+            room: room.join(),
             standing: 0,
             taken: HashMap::new(),
             tasks: JoinSet::new(),
@@ -208,11 +208,12 @@ impl<T: Send + 'static> Runner<T> {
     pub async fn next(&mut self) -> Option<Ended<T>> {
         let due = if self.paused || self.is_crowded() { None } else { self.schedule.wake_at() };
         let due = due.map(|at| self.instant(at));
+        let is_shared = self.room.is_shared();
         tokio::select! {
             biased;
             Some(ended) = self.tasks.join_next_with_id() => Some(self.ended(ended)),
             () = sleep_until(due.unwrap_or(self.began)), if due.is_some() => None,
-            () = self.room.changed(), if self.standing > 0 && !self.paused => None,
+            () = self.room.changed(), if (self.standing > 0 || is_shared) && !self.paused => None,
             else => std::future::pending().await,
         }
     }
@@ -231,6 +232,11 @@ impl<T: Send + 'static> Runner<T> {
     /// Keys that run.
     pub fn running(&self) -> usize {
         self.tasks.len()
+    }
+
+    /// Slots that nothing holds, if there are others who take some; else nobody but the owner has a say.
+    pub(crate) fn shared_room(&self) -> Option<u32> {
+        self.room.is_shared().then(|| self.room.free())
     }
 
     /// Keys that wait, for their time or for room.

@@ -97,6 +97,7 @@ pub use vedetta_core::{self as core, KeyRange, Revision};
 pub use vedetta_dashboard as dashboard;
 pub use vedetta_db as db;
 pub use vedetta_etcd as etcd;
+pub use vedetta_fleet as fleet;
 pub use vedetta_jobs as jobs;
 pub use vedetta_kv as kv;
 pub use vedetta_runtime as runtime;

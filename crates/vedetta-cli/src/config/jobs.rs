@@ -90,7 +90,7 @@ impl Handler {
         &self.run.program
     }
 
-    fn queue(&self) -> &str {
+    pub(super) fn queue(&self) -> &str {
         self.queue.as_ref().map_or(DEFAULT_QUEUE, |queue| &queue.0)
     }
 
@@ -271,6 +271,10 @@ impl Config {
 }
 
 impl Queue {
+    pub(super) fn is_stream(&self) -> bool {
+        self.nats.is_some()
+    }
+
     /// What is usual for a stream is longer: a sign of life is a message there.
     fn lease(&self) -> Duration {
         let usual = if self.nats.is_some() { Duration::from_secs(300) } else { LEASE };

@@ -152,7 +152,7 @@ impl TryFrom<Vec<String>> for KeyTypes {
 /// A time to wait, for example `30s` or `5m`.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(try_from = "String")]
-pub(crate) struct Time(pub(super) Duration);
+pub(crate) struct Time(pub(crate) Duration);
 
 /// The clock cannot count to the end of time.
 pub(super) const LONGEST: Duration = Duration::from_secs(366 * 24 * 3600);

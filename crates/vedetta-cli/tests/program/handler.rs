@@ -7,28 +7,28 @@ use serde_json::Value;
 
 use crate::support::{Ran, Server, run, temp, until, vedetta};
 
-fn config(folder: &Path, text: &str) {
+pub(crate) fn config(folder: &Path, text: &str) {
     fs::write(folder.join("vedetta.toml"), text).unwrap();
 }
 
-fn job(server: &Server, args: &[&str]) -> Value {
+pub(crate) fn job(server: &Server, args: &[&str]) -> Value {
     let ran: Ran =
         server.command(&["job"]).args(args).args(["--output", "json"]).output().unwrap().into();
     assert_eq!(ran.code, 0, "{ran:?}");
     ran.json()
 }
 
-fn add(server: &Server, kind: &str, payload: &str) -> String {
+pub(crate) fn add(server: &Server, kind: &str, payload: &str) -> String {
     let added = job(server, &["add", kind, "--payload", payload]);
     added["id"].as_u64().unwrap_or_else(|| panic!("{added}")).to_string()
 }
 
-fn status(server: &Server, id: &str) -> String {
+pub(crate) fn status(server: &Server, id: &str) -> String {
     job(server, &["show", id])["status"].as_str().unwrap_or_default().to_owned()
 }
 
 /// Whether a process has not ended; one that nobody asked how it ended has.
-fn alive(pid: &str) -> bool {
+pub(crate) fn alive(pid: &str) -> bool {
     let stat = fs::read_to_string(format!("/proc/{}/stat", pid.trim()));
     stat.is_ok_and(|stat| !stat.contains(") Z "))
 }

@@ -10,3 +10,4 @@ mod stage;
 mod support;
 mod up;
 mod watcher;
+mod worker;

@@ -121,6 +121,42 @@ impl Reconcile for Fails {
     }
 }
 
+/// A worker and a supervisor, who are told something; which command.
+async fn workers_say(api: &Described, server: &Server) -> String {
+    let tell = async |path: &str, ids: &str, body: Value| {
+        api.tell(server, "post", &format!("/api/v1{path}"), ids, body).await
+    };
+    let beat = json!({"queues": ["default"], "supervisor": "boss:here", "pid": 7, "host": "here",
+        "version": "1", "started": 1, "birth": "a:1", "state": "running", "running": [3],
+        "slots": {"used": 1, "capacity": 2}, "done": ["x"], "note": "why"});
+    tell("/workers/{id}/beat", "w1", beat.clone()).await;
+    let report = json!({"host": "here", "version": "1", "instance": "i", "queues": ["default"],
+        "balance": "auto", "min": 1, "max": 3, "wanted": 1, "state": "crash-looping",
+        "last_exit": "exit code 1", "stderr": "why", "ended": [{"id": "w0", "exit": "exit code 1"}],
+        "done": [], "depths": true});
+    let told = tell("/supervisors/{name}/beat", "boss:here", report).await;
+    assert_eq!(told["workers"][0]["id"], "w1");
+    assert!(!told["queues"].as_array().unwrap().is_empty(), "{told}");
+    tell("/workers", "", json!({"queue": "default", "count": 2})).await;
+    tell("/workers/{id}/resume", "w1", Value::Null).await;
+    let command = tell("/workers/{id}/pause", "w1", Value::Null).await["id"].clone();
+    let heard = tell("/workers/{id}/beat", "w1", beat).await;
+    assert_eq!(heard["commands"][0]["id"], command);
+    command.as_str().unwrap().to_owned()
+}
+
+/// They are told to end, and are gone.
+async fn workers_go(api: &Described, server: &Server) {
+    let tell = async |method: &str, path: &str, ids: &str| {
+        api.tell(server, method, &format!("/api/v1{path}"), ids, Value::Null).await
+    };
+    for what in ["{id}/stop", "restart", "terminate"] {
+        tell("post", &format!("/workers/{what}"), "w1").await;
+    }
+    tell("delete", "/workers/{id}", "w1").await;
+    tell("delete", "/supervisors/{name}", "boss:here").await;
+}
+
 #[tokio::test]
 async fn what_is_answered_is_what_is_described() {
     let server = Server::start().await;
@@ -176,8 +212,12 @@ async fn what_is_answered_is_what_is_described() {
     ]);
     tell("post", "/jobs/settle", "", ends).await;
 
+    let command = workers_say(&api, &server).await;
+
     let mut asked = BTreeSet::new();
     for (path, ids) in [
+        ("/api/v1/workers", ""),
+        ("/api/v1/commands/{id}", &command),
         ("/api/v1/kv", ""),
         ("/api/v1/kv/{key}", "%FF"),
         ("/api/v1/leases", ""),
@@ -207,9 +247,17 @@ async fn what_is_answered_is_what_is_described() {
     let (is_get, paths) = (|path: &Value| path.get("get").is_some(), &api.0["paths"]);
     let all = paths.as_object().unwrap().iter().filter(|(_, path)| is_get(path));
     let streams = all.filter(|(path, _)| !asked.contains(*path)).map(|(path, _)| path.as_str());
-    let expected = ["/api/v1/events", "/api/v1/queues/{queue}/wake", "/api/v1/watch", "/metrics"];
+    let expected = [
+        "/api/v1/events",
+        "/api/v1/queues/{queue}/wake",
+        "/api/v1/supervisors/{name}/wake",
+        "/api/v1/watch",
+        "/api/v1/workers/{id}/wake",
+        "/metrics",
+    ];
     assert_eq!(streams.collect::<Vec<_>>(), expected);
 
+    workers_go(&api, &server).await;
     tell("post", "/jobs/{id}/retry", &id, Value::Null).await;
     tell("post", "/jobs/{id}/cancel", &id, Value::Null).await;
     let which = json!({"status": "cancelled", "queue": "default", "kind": "pack"});
@@ -249,9 +297,25 @@ async fn what_is_refused_is_refused_as_described() {
         ("post", "/api/v1/jobs/{id}/retry", "1", &[], ""),
         ("get", "/api/v1/jobs/{id}", "99", &[], ""),
         ("get", "/api/v1/watchers/{name}", "nobody", &[], ""),
+        ("post", "/api/v1/workers/{id}/stop", "nobody", &[], ""),
+        ("post", "/api/v1/workers/terminate", "?ttl_ms=1", &[], ""),
+        ("post", "/api/v1/workers/{id}/beat", "a%20b", &[typed], r#"{"queues": []}"#),
+        (
+            "post",
+            "/api/v1/workers/{id}/beat",
+            "a",
+            &[typed],
+            r#"{"queues": [], "state": "silent"}"#,
+        ),
+        ("post", "/api/v1/workers", "", &[typed], r#"{"queue": "unheard-of"}"#),
+        ("post", "/api/v1/workers/restart", "", &[], ""),
+        ("get", "/api/v1/commands/{id}", "unheard-of", &[], ""),
+        ("get", "/api/v1/workers/{id}/wake", "nobody", &[], ""),
         ("get", "/api/v1/stages/{entity}", "nothing", &[], ""),
     ] {
-        let request = format!("{} {}", method.to_uppercase(), filled(path, ids));
+        // What is for no name is a query.
+        let query = if path.contains('{') { "" } else { ids };
+        let request = format!("{} {}{query}", method.to_uppercase(), filled(path, ids));
         let answer = server.send(&request, headers, body).await;
         assert!(answer.status >= 400, "{request}: {answer:?}");
         api.fits(method, path, &answer);

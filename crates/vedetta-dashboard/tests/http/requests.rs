@@ -236,11 +236,11 @@ async fn a_store_that_is_closed_answers_503() {
 
 #[tokio::test]
 async fn above_the_quota_puts_answer_507_and_deletes_work() {
-    let quota = Options { quota: Some(100_000), ..Options::default() };
+    let quota = Options { quota: Some(300_000), ..Options::default() };
     let server = Server::on(Limits::default(), quota).await;
-    server.put("k", &"v".repeat(200_000)).await;
+    server.put("k", &"v".repeat(400_000)).await;
     // The size is measured right after a commit was answered.
-    until(|| server.store.status().size > 100_000).await;
+    until(|| server.store.status().size > 300_000).await;
     let refused = server.json("PUT /api/v1/kv/k2", r#"{"value": "v"}"#).await;
     assert_eq!((refused.status, refused.code().as_str()), (507, "quota"));
     assert_eq!(server.json("DELETE /api/v1/kv/k", "").await.status, 200);

@@ -11,6 +11,8 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use vedetta_dashboard::{Api, Limits, serve};
 use vedetta_db::Db;
+use vedetta_fleet::Fleet;
+use vedetta_fleet::sqlite::{SqliteBus, SqliteRoster};
 use vedetta_jobs::sqlite::SqliteJobs;
 use vedetta_kv::{Options, SCHEMA, Store};
 
@@ -20,6 +22,7 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 pub(crate) struct Server {
     pub(crate) store: Store,
     pub(crate) jobs: SqliteJobs,
+    pub(crate) fleet: Fleet,
     pub(crate) address: SocketAddr,
     pub(crate) stop: CancellationToken,
     pub(crate) serving: JoinHandle<()>,
@@ -39,15 +42,20 @@ impl Server {
         let folder = tempfile::tempdir().unwrap();
         let mut options = vedetta_db::Options::new(folder.path().join("vedetta.db"));
         options.ballast = 0;
-        let db = Db::open(&options, &[SCHEMA, vedetta_jobs::sqlite::SCHEMA]).unwrap();
+        let schemas = [SCHEMA, vedetta_jobs::sqlite::SCHEMA, vedetta_fleet::sqlite::SCHEMA];
+        let db = Db::open(&options, &schemas).unwrap();
         let store = Store::open(db.clone(), store).await.unwrap();
-        let jobs = SqliteJobs::open(db).await.unwrap();
+        let jobs = SqliteJobs::open(db.clone()).await.unwrap();
+        let (bus, roster) = (Arc::new(SqliteBus::new(db.clone())), Arc::new(SqliteRoster::new(db)));
+        let beat = Duration::from_secs(3);
+        let ledger = Arc::new(jobs.clone());
+        let fleet = Fleet::open(bus, roster, ledger, ["default".to_owned()], beat).await.unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let stop = CancellationToken::new();
-        let api = Api::new(store.clone()).jobs(Arc::new(jobs.clone())).limits(limits);
-        let serving = tokio::spawn(serve(listener, api, stop.clone()));
-        Self { store, jobs, address, stop, serving, _folder: folder }
+        let api = Api::new(store.clone()).jobs(Arc::new(jobs.clone())).fleet(fleet.clone());
+        let serving = tokio::spawn(serve(listener, api.limits(limits), stop.clone()));
+        Self { store, jobs, fleet, address, stop, serving, _folder: folder }
     }
 
     /// The same store, served again with a watcher of it.
@@ -58,7 +66,8 @@ impl Server {
 
     /// The same store, served again as `with` says.
     pub(crate) async fn serve_as(self, with: impl FnOnce(Api) -> Api) -> Self {
-        let api = with(Api::new(self.store.clone()).jobs(Arc::new(self.jobs.clone())));
+        let jobs = Arc::new(self.jobs.clone());
+        let api = with(Api::new(self.store.clone()).jobs(jobs).fleet(self.fleet.clone()));
         self.serve(api).await
     }
 

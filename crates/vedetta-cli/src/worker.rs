@@ -1,0 +1,247 @@
+mod run;
+
+use std::io::Write;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use clap::{Args, Subcommand};
+use serde_json::json;
+use ureq::http::Method;
+use vedetta::fleet::bus::State;
+use vedetta::fleet::roster::Status;
+use vedetta::fleet::wire::{CommandInfo, Commands, WorkerInfo, Workers};
+
+use crate::client::{Client, Remote, encode};
+use crate::config::Time;
+use crate::output::{self, Format};
+
+/// Run a worker, see all of them, and have them start, pause, resume and stop
+#[derive(Debug, Args)]
+#[command(after_help = crate::exit::HELP)]
+pub(crate) struct Worker {
+    #[command(flatten)]
+    remote: Remote,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Run(run::Run),
+    /// List workers and supervisors
+    List,
+    /// Have a supervisor start workers of a queue, beside those it has
+    Start {
+        /// The queue
+        queue: String,
+        /// How many
+        #[arg(long, default_value_t = 1)]
+        count: u32,
+        #[command(flatten)]
+        how: How,
+    },
+    /// Have a worker finish what runs, and end
+    Stop {
+        /// The worker
+        id: String,
+        #[command(flatten)]
+        how: How,
+    },
+    /// Have a worker finish what runs, and take nothing
+    Pause {
+        /// The worker
+        id: String,
+        #[command(flatten)]
+        how: How,
+    },
+    /// Have a worker go on
+    Resume {
+        /// The worker
+        id: String,
+        #[command(flatten)]
+        how: How,
+    },
+    /// Have all workers finish what runs and end, and none started in their place
+    Terminate {
+        #[command(flatten)]
+        how: How,
+    },
+    /// Have every supervisor replace its workers, one at a time
+    Restart {
+        #[command(flatten)]
+        how: How,
+    },
+}
+
+#[derive(Debug, Args)]
+struct How {
+    /// Wait until it is obeyed; a stop, until the worker is gone
+    #[arg(long)]
+    wait: bool,
+    /// Not to be obeyed after that [default: 60s]
+    #[arg(long, value_name = "TIME", value_parser = time)]
+    ttl: Option<Duration>,
+}
+
+pub(crate) fn time(text: &str) -> Result<Duration, String> {
+    Time::try_from(text.to_owned()).map(|time| time.0)
+}
+
+/// What waits is looked at this often.
+const OFTEN: Duration = Duration::from_millis(20);
+/// Beyond its time a command is waited for no longer than that.
+const LONGEST: Duration = Duration::from_secs(24 * 3600 + 60);
+
+impl Worker {
+    pub(crate) fn run(self, out: &mut impl Write) -> anyhow::Result<()> {
+        let (path, body, how, leaves) = match self.command {
+            Command::Run(run) => return run.run(self.remote.server()),
+            Command::List => {
+                let client = Client::new(&self.remote)?;
+                let all: Workers = client.get("/api/v1/workers")?;
+                return match self.remote.output {
+                    Format::Json => Ok(output::json(out, &all)?),
+                    Format::Table => Ok(list(out, &all)?),
+                };
+            }
+            Command::Start { queue, count, how } => {
+                let body = json!({ "queue": queue, "count": count });
+                ("/api/v1/workers".to_owned(), Some(body), how, None)
+            }
+            Command::Stop { id, how } => (path(&id, "stop"), None, how, Some(id)),
+            Command::Pause { id, how } => (path(&id, "pause"), None, how, None),
+            Command::Resume { id, how } => (path(&id, "resume"), None, how, None),
+            Command::Terminate { how } => ("/api/v1/workers/terminate".into(), None, how, None),
+            Command::Restart { how } => ("/api/v1/workers/restart".into(), None, how, None),
+        };
+        let client = Client::new(&self.remote)?;
+        let ttl = how.ttl.map(|ttl| format!("?ttl_ms={}", ttl.as_millis())).unwrap_or_default();
+        let path = format!("{path}{ttl}");
+        let is_one = !path.contains("/terminate") && !path.contains("/restart");
+        let mut commands = if is_one {
+            vec![client.ask::<CommandInfo>(Method::POST, &path, body)?]
+        } else {
+            client.ask::<Commands>(Method::POST, &path, body)?.commands
+        };
+        if how.wait {
+            for command in &mut commands {
+                wait(&client, command)?;
+            }
+            if let Some(id) = leaves {
+                wait_for_end(&client, &id)?;
+            }
+        }
+        match self.remote.output {
+            Format::Json if is_one => output::json(out, &commands.first())?,
+            Format::Json => output::json(out, &Commands { commands: commands.clone() })?,
+            Format::Table => table(out, &commands)?,
+        }
+        let unheeded =
+            commands.iter().filter(|command| how.wait && !matches!(command.state, State::Applied));
+        let unheeded = unheeded.count();
+        anyhow::ensure!(unheeded == 0, "not obeyed: {unheeded} of {}", commands.len());
+        Ok(())
+    }
+}
+
+fn path(id: &str, what: &str) -> String {
+    format!("/api/v1/workers/{}/{what}", encode(id.as_bytes()))
+}
+
+/// Until it is known what became of it.
+fn wait(client: &Client, command: &mut CommandInfo) -> anyhow::Result<()> {
+    let began = Instant::now();
+    while matches!(command.state, State::Requested | State::Taken) && began.elapsed() < LONGEST {
+        sleep(OFTEN);
+        *command = client.get(&format!("/api/v1/commands/{}", encode(command.id.0.as_bytes())))?;
+    }
+    Ok(())
+}
+
+/// Until it works no more, however long what runs takes.
+fn wait_for_end(client: &Client, id: &str) -> anyhow::Result<()> {
+    loop {
+        let all: Workers = client.get("/api/v1/workers")?;
+        let worker = all.workers.iter().find(|worker| worker.id == id);
+        if worker.is_none_or(|worker| matches!(worker.status, Status::Stopped | Status::Silent)) {
+            return Ok(());
+        }
+        sleep(OFTEN);
+    }
+}
+
+fn table(out: &mut impl Write, commands: &[CommandInfo]) -> std::io::Result<()> {
+    let row = |command: &CommandInfo| {
+        let state = format!("{:?}", command.state).to_lowercase();
+        let words = [&command.id.0, &command.target, &command.command.to_string(), &state];
+        words.map(|word| output::escape(word.as_bytes()))
+    };
+    let rows: Vec<[String; 4]> = commands.iter().map(row).collect();
+    output::table(out, ["COMMAND", "FOR", "WHAT", "STATE"], &rows)
+}
+
+fn list(out: &mut impl Write, all: &Workers) -> std::io::Result<()> {
+    let ago = |ms: u64| {
+        let whole = Duration::from_millis(ms - ms % 100);
+        humantime::format_duration(whole).to_string()
+    };
+    let row = |worker: &WorkerInfo| {
+        let supervisor = worker.supervisor.as_deref();
+        let by = supervisor.unwrap_or(if worker.inside { "(the server)" } else { "" });
+        [
+            output::escape(worker.id.as_bytes()),
+            worker.status.word().to_owned(),
+            output::escape(worker.queues.join(",").as_bytes()),
+            output::escape(by.as_bytes()),
+            worker.pid.to_string(),
+            output::escape(worker.host.as_bytes()),
+            format!("{}/{}", worker.slots.used, worker.slots.capacity),
+            worker.running.len().to_string(),
+            ago(worker.seen_ms),
+            output::escape(worker.note.as_deref().unwrap_or_default().as_bytes()),
+        ]
+    };
+    let rows: Vec<[String; 10]> = all.workers.iter().map(row).collect();
+    let names = [
+        "WORKER",
+        "STATUS",
+        "QUEUES",
+        "SUPERVISOR",
+        "PID",
+        "HOST",
+        "SLOTS",
+        "JOBS",
+        "SEEN",
+        "NOTE",
+    ];
+    output::table(out, names, &rows)?;
+    if all.supervisors.is_empty() {
+        return Ok(());
+    }
+    writeln!(out)?;
+    let rows: Vec<[String; 7]> = all
+        .supervisors
+        .iter()
+        .map(|supervisor| {
+            let report = supervisor.report.as_ref();
+            let state = report.map(|report| serde_json::to_value(report.state).unwrap_or_default());
+            let state = state.as_ref().and_then(serde_json::Value::as_str).unwrap_or("elsewhere");
+            let size = |report: &vedetta::fleet::wire::ReportInfo| {
+                format!("{} ({}…{})", report.wanted, report.min, report.max)
+            };
+            [
+                output::escape(supervisor.name.as_bytes()),
+                state.to_owned(),
+                output::escape(report.map(|it| it.queues.join(",")).unwrap_or_default().as_bytes()),
+                report.map(|report| report.balance.clone()).unwrap_or_default(),
+                report.map(size).unwrap_or_default(),
+                ago(supervisor.seen_ms),
+                output::escape(
+                    report.and_then(|it| it.last_exit.clone()).unwrap_or_default().as_bytes(),
+                ),
+            ]
+        })
+        .collect();
+    let names = ["SUPERVISOR", "STATE", "QUEUES", "BALANCE", "WORKERS", "SEEN", "LAST FAILURE"];
+    output::table(out, names, &rows)
+}

@@ -1,0 +1,903 @@
+//! The fleet as a server knows it: who is there, and what they are to do.
+//!
+//! ```text
+//!  beats ──► book, in memory ──every 10 s, and what changed at once──► Roster
+//!              │ hint: a command may wait ◄── wake-ups, and a look at the bus every beat
+//!              └──► take from the Bus, with the answer to the next beat
+//! ```
+//!
+//! A beat costs a look at the book and no more, so that a hundred workers cost next to nothing. When the bus
+//! or the roster is away, beats are answered all the same: commands wait, workers go on.
+//!
+//! After a start, those who were there before count as just seen: they get the time to say so again before
+//! anybody replaces them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::error::Error;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+use tokio::sync::broadcast::error::RecvError;
+use tokio::time::{MissedTickBehavior, interval};
+use tokio_util::task::AbortOnDropHandle;
+use vedetta_core::explain;
+use vedetta_jobs::{JobsError, Ledger, check_name};
+
+use crate::bus::{Bus, BusError, CommandId, Order, Taken, Target, Wake};
+use crate::host::{host_name, is_gone, now_ms};
+use crate::roster::{Roster, RosterError, Status, SupervisorRecord, WorkerRecord};
+use crate::wire::{
+    Beat, CommandInfo, Depth, Handed, Heard, LONGEST_NOTE, Report, ReportInfo, SlotsUsed, Stamp,
+    SupervisorInfo, Told, WorkerInfo, Workers,
+};
+
+/// What was only heard is written this often.
+const WRITE: Duration = Duration::from_secs(10);
+/// Records of those who are gone or silent are kept for so long.
+const RETAINED: Duration = Duration::from_secs(600);
+/// Who ended within that, has just now.
+const JUST_NOW: Duration = Duration::from_secs(30);
+/// Workers and supervisors that a server knows at once.
+const MOST: usize = 10_000;
+/// Names in one beat.
+const MOST_NAMES: usize = 1_000;
+/// Commands whose end the bus was not told yet.
+const MOST_UNTOLD: usize = 1_000;
+/// The longest name of a host or a version.
+const LONGEST: usize = 255;
+
+/// Why something was not done.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FleetError {
+    /// There is no such worker, supervisor or command.
+    #[error("{0}")]
+    NotFound(String),
+    /// Not as things are.
+    #[error("{0}")]
+    Conflict(String),
+    /// Not like this.
+    #[error("{0}")]
+    Invalid(String),
+    /// Try again later.
+    #[error("the fleet's records cannot be reached")]
+    Unavailable(#[source] Box<dyn Error + Send + Sync>),
+    /// Look at what is wrong.
+    #[error("the fleet's records failed")]
+    Failed(#[source] Box<dyn Error + Send + Sync>),
+}
+
+impl From<BusError> for FleetError {
+    fn from(error: BusError) -> Self {
+        match error {
+            BusError::TooMany => Self::Conflict(error.to_string()),
+            BusError::Unavailable(_) => Self::Unavailable(Box::new(error)),
+            error => Self::Failed(Box::new(error)),
+        }
+    }
+}
+
+impl From<RosterError> for FleetError {
+    fn from(error: RosterError) -> Self {
+        match error {
+            RosterError::Unavailable(_) => Self::Unavailable(Box::new(error)),
+            RosterError::Failed(_) => Self::Failed(Box::new(error)),
+        }
+    }
+}
+
+impl From<JobsError> for FleetError {
+    fn from(error: JobsError) -> Self {
+        match error {
+            JobsError::Invalid(why) => Self::Invalid(why),
+            JobsError::Unavailable(source) => Self::Unavailable(source),
+            error => Self::Failed(Box::new(error)),
+        }
+    }
+}
+
+/// The fleet of a server; clones share it.
+#[derive(Clone)]
+pub struct Fleet {
+    desk: Arc<Desk>,
+    /// Ends with the last clone.
+    _task: Arc<AbortOnDropHandle<()>>,
+}
+
+struct Desk {
+    bus: Arc<dyn Bus>,
+    roster: Arc<dyn Roster>,
+    ledger: Arc<dyn Ledger>,
+    beat: Duration,
+    /// Queues that handlers are declared for here.
+    declared: BTreeSet<String>,
+    book: Mutex<Book>,
+    opened: Instant,
+}
+
+#[derive(Default)]
+struct Book {
+    workers: BTreeMap<String, Entry>,
+    supervisors: BTreeMap<String, Boss>,
+    /// The bus could not be told that these were obeyed.
+    untold: Vec<CommandId>,
+}
+
+/// A worker.
+struct Entry {
+    record: WorkerRecord,
+    /// When it counts as last seen.
+    seen: Instant,
+    /// When that was, for people.
+    heartbeat: SystemTime,
+    slots: SlotsUsed,
+    running: Vec<u64>,
+    line: Line,
+}
+
+/// A supervisor.
+struct Boss {
+    host: String,
+    report: Option<Report>,
+    seen: Instant,
+    line: Line,
+}
+
+/// How somebody hears of commands.
+struct Line {
+    /// A command may wait.
+    hint: bool,
+    bell: Arc<Notify>,
+    /// It speaks to this server, and what it said is not written.
+    unwritten: bool,
+}
+
+impl Default for Line {
+    fn default() -> Self {
+        // What was put before it came nobody told.
+        Self { hint: true, bell: Arc::default(), unwritten: false }
+    }
+}
+
+impl Line {
+    fn ring(&mut self) {
+        self.hint = true;
+        self.bell.notify_one();
+    }
+}
+
+impl Entry {
+    fn is_silent(&self, silent: Duration) -> bool {
+        self.record.status != Status::Stopped && self.seen.elapsed() > silent
+    }
+
+    fn is_there(&self, silent: Duration) -> bool {
+        self.record.status != Status::Stopped && !self.is_silent(silent)
+    }
+
+    fn to_write(&self) -> WorkerRecord {
+        WorkerRecord { seen: self.seen.elapsed(), ..self.record.clone() }
+    }
+
+    fn info(&self, silent: Duration) -> WorkerInfo {
+        let record = self.record.clone();
+        let status = if self.is_silent(silent) { Status::Silent } else { record.status };
+        WorkerInfo {
+            id: record.id,
+            supervisor: record.supervisor,
+            queues: record.queues,
+            pid: record.pid,
+            host: record.host,
+            version: record.version,
+            status,
+            inside: record.inside,
+            birth: record.birth,
+            slots: self.slots,
+            running: self.running.clone(),
+            note: record.note,
+            seen_ms: millis(self.seen.elapsed()),
+            started_at: Stamp(record.started),
+            last_heartbeat: Stamp(self.heartbeat),
+            created_at: Stamp(record.created),
+            updated_at: Stamp(record.updated),
+        }
+    }
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+fn time(millis: u64) -> SystemTime {
+    let time = SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(millis));
+    time.unwrap_or(SystemTime::UNIX_EPOCH)
+}
+
+fn back(ago: Duration) -> Instant {
+    Instant::now().checked_sub(ago).unwrap_or_else(Instant::now)
+}
+
+/// Its end, if it is too long.
+fn tail(text: String) -> String {
+    if text.len() <= LONGEST_NOTE {
+        return text;
+    }
+    let mut from = text.len() - LONGEST_NOTE;
+    while !text.is_char_boundary(from) {
+        from += 1;
+    }
+    text[from..].to_owned()
+}
+
+fn check(what: &str, is_right: bool) -> Result<(), FleetError> {
+    if is_right { Ok(()) } else { Err(FleetError::Invalid(format!("there are too many {what}"))) }
+}
+
+fn check_names(queues: &[String]) -> Result<(), FleetError> {
+    check("queues", queues.len() <= MOST_NAMES)?;
+    Ok(queues.iter().try_for_each(|queue| check_name("queue", queue))?)
+}
+
+fn check_beat(id: &str, beat: &Beat) -> Result<(), FleetError> {
+    check_name("worker", id)?;
+    check_names(&beat.queues)?;
+    if let Some(supervisor) = &beat.supervisor {
+        check_name("supervisor", supervisor)?;
+    }
+    check("running jobs", beat.running.len() <= 10 * MOST_NAMES)?;
+    check("commands", beat.done.len() <= MOST_NAMES)?;
+    let texts = [Some(&beat.host), Some(&beat.version), beat.birth.as_ref()];
+    if texts.into_iter().flatten().any(|text| text.len() > LONGEST) {
+        let why = format!("host, version and birth have {LONGEST} characters at most");
+        return Err(FleetError::Invalid(why));
+    }
+    if matches!(beat.state, Status::Silent | Status::Stopped) {
+        let why = "a worker that beats is running, paused or stopping";
+        return Err(FleetError::Invalid(why.into()));
+    }
+    Ok(())
+}
+
+impl Fleet {
+    /// The fleet as the roster knows it, with handlers declared here for these queues; its workers beat this
+    /// often. It has to be called where tokio runs.
+    pub async fn open(
+        bus: Arc<dyn Bus>,
+        roster: Arc<dyn Roster>,
+        ledger: Arc<dyn Ledger>,
+        declared: impl IntoIterator<Item = String>,
+        beat: Duration,
+    ) -> Result<Self, FleetError> {
+        let declared = declared.into_iter().collect();
+        let (book, opened) = (Mutex::default(), Instant::now());
+        let desk = Arc::new(Desk { bus, roster, ledger, beat, declared, book, opened });
+        desk.roster.prune(RETAINED).await?;
+        desk.refresh(true).await?;
+        desk.clean().await;
+        let task = tokio::spawn(Arc::clone(&desk).keep());
+        Ok(Self { desk, _task: Arc::new(AbortOnDropHandle::new(task)) })
+    }
+
+    /// How long nothing may be heard of a worker.
+    pub fn silent(&self) -> Duration {
+        self.desk.silent()
+    }
+
+    /// A worker's sign of life; `inside`, if it is part of this process.
+    pub async fn heard(&self, id: &str, beat: Beat, inside: bool) -> Result<Heard, FleetError> {
+        check_beat(id, &beat)?;
+        let (done, supervisor) = (beat.done.clone(), beat.supervisor.clone());
+        let changed = self.desk.note(id, beat, inside)?;
+        if let Some(changed) = changed {
+            self.desk.write_now(&[changed]).await;
+        }
+        self.desk.applied(done).await;
+        let taken = self.desk.take(&Target::worker(id)).await;
+        Ok(Heard {
+            commands: taken,
+            supervisor_seen_ms: supervisor.map(|name| millis(self.desk.boss_seen(&name))),
+            beat_ms: millis(self.desk.beat),
+        })
+    }
+
+    /// A worker is gone, in good order. Whether it was known.
+    pub async fn left(&self, id: &str) -> Result<bool, FleetError> {
+        Ok(self.desk.ended(&[(id.to_owned(), None)]).await > 0)
+    }
+
+    /// Whether a worker or a supervisor has given a sign of life.
+    pub fn knows(&self, target: &Target) -> bool {
+        self.desk.book.lock().line(target).is_some()
+    }
+
+    /// Returns when there may be a command for a worker or a supervisor. What happens between two calls is
+    /// not lost.
+    pub async fn woken(&self, target: &Target) -> Result<(), FleetError> {
+        let bell = {
+            let mut book = self.desk.book.lock();
+            let line = book.line(target);
+            line.map(|line| Arc::clone(&line.bell))
+        };
+        let missing = || FleetError::NotFound(format!("nobody is called {:?}", target.key()));
+        bell.ok_or_else(missing)?.notified().await;
+        Ok(())
+    }
+
+    /// A supervisor's sign of life.
+    pub async fn supervised(&self, name: &str, mut report: Report) -> Result<Told, FleetError> {
+        check_name("supervisor", name)?;
+        check_names(&report.queues)?;
+        check("ended workers", report.ended.len() <= MOST_NAMES)?;
+        check("commands", report.done.len() <= MOST_NAMES)?;
+        report.stderr = report.stderr.map(tail);
+        report.last_exit = report.last_exit.map(tail);
+        let done = std::mem::take(&mut report.done);
+        let ended: Vec<_> = std::mem::take(&mut report.ended)
+            .into_iter()
+            .map(|ended| (ended.id, Some(ended.exit)))
+            .collect();
+        let depths = report.depths;
+        let is_new = self.desk.note_boss(name, report)?;
+        if is_new {
+            let records = self.desk.bosses(Some(name));
+            if let Err(error) = self.desk.roster.save(&[], &records).await {
+                tracing::warn!(error = explain(&error), "a supervisor is not on the roster yet");
+            }
+        }
+        self.desk.ended(&ended).await;
+        self.desk.applied(done).await;
+        let commands = self.desk.take(&Target::supervisor(name)).await;
+        let queues = if depths { self.desk.depths().await? } else { Vec::new() };
+        let silent = self.desk.silent();
+        let book = self.desk.book.lock();
+        // How those ended that did just now it may not know yet.
+        let workers = book.workers.values().filter(|entry| {
+            entry.record.supervisor.as_deref() == Some(name)
+                && (entry.record.status != Status::Stopped || entry.seen.elapsed() < JUST_NOW)
+        });
+        Ok(Told {
+            commands,
+            workers: workers.map(|entry| entry.info(silent)).collect(),
+            queues,
+            silent_ms: millis(silent),
+            beat_ms: millis(self.desk.beat),
+        })
+    }
+
+    /// A supervisor is gone, in good order. Whether it was known.
+    pub async fn retired(&self, name: &str) -> Result<bool, FleetError> {
+        let was = self.desk.book.lock().supervisors.remove(name);
+        let Some(boss) = was else { return Ok(false) };
+        // So old that it is removed with the next look.
+        let gone = SupervisorRecord { name: name.into(), host: boss.host, seen: RETAINED };
+        self.desk.roster.save(&[], &[gone]).await?;
+        Ok(true)
+    }
+
+    /// Everybody.
+    pub fn list(&self) -> Workers {
+        let silent = self.desk.silent();
+        let book = self.desk.book.lock();
+        let supervisors = book.supervisors.iter().map(|(name, boss)| SupervisorInfo {
+            name: name.clone(),
+            host: boss.host.clone(),
+            report: boss.report.as_ref().map(|report| ReportInfo {
+                state: report.state,
+                queues: report.queues.clone(),
+                balance: report.balance.clone(),
+                min: report.min,
+                max: report.max,
+                wanted: report.wanted,
+                last_exit: report.last_exit.clone(),
+                stderr: report.stderr.clone(),
+            }),
+            seen_ms: millis(boss.seen.elapsed()),
+        });
+        Workers {
+            workers: book.workers.values().map(|entry| entry.info(silent)).collect(),
+            supervisors: supervisors.collect(),
+        }
+    }
+
+    /// Gives a worker a command: to stop, to pause or to resume.
+    pub async fn tell(
+        &self,
+        id: &str,
+        order: &Order,
+        ttl: Duration,
+    ) -> Result<CommandInfo, FleetError> {
+        {
+            let book = self.desk.book.lock();
+            let entry = book.workers.get(id);
+            let entry =
+                entry.ok_or_else(|| FleetError::NotFound(format!("there is no worker {id:?}")))?;
+            if entry.record.status == Status::Stopped {
+                return Err(FleetError::Conflict(format!("the worker {id:?} has ended")));
+            }
+            if entry.record.inside && *order == Order::Stop {
+                return Err(FleetError::Conflict(format!(
+                    "the worker {id:?} is part of a server and ends with it: pause it instead"
+                )));
+            }
+        }
+        Ok(self.desk.bus.put(&Target::worker(id), order, ttl).await?.into())
+    }
+
+    /// Has a supervisor start workers of a queue.
+    pub async fn start(
+        &self,
+        queue: &str,
+        count: u32,
+        ttl: Duration,
+    ) -> Result<CommandInfo, FleetError> {
+        check_name("queue", queue)?;
+        if count == 0 {
+            return Err(FleetError::Invalid("count is 1 or more".into()));
+        }
+        let name = self.desk.starter(queue, count)?;
+        let order = Order::Start { queue: queue.to_owned(), count };
+        Ok(self.desk.bus.put(&Target::supervisor(&name), &order, ttl).await?.into())
+    }
+
+    /// Has every supervisor replace its workers, one at a time.
+    pub async fn restart(&self, ttl: Duration) -> Result<Vec<CommandInfo>, FleetError> {
+        let names = self.desk.alive();
+        if names.is_empty() {
+            return Err(FleetError::Conflict(NO_SUPERVISOR.into()));
+        }
+        let targets = names.iter().map(|name| Target::supervisor(name));
+        self.put_all(targets.map(|target| (target, Order::Restart)), ttl).await
+    }
+
+    /// Has every worker that is not part of a server end, and none started in its place.
+    pub async fn terminate(&self, ttl: Duration) -> Result<Vec<CommandInfo>, FleetError> {
+        let (names, silent) = (self.desk.alive(), self.desk.silent());
+        let alone: Vec<Target> = {
+            let book = self.desk.book.lock();
+            let is_kept = |entry: &Entry| {
+                entry.record.supervisor.as_ref().is_some_and(|name| names.contains(name))
+            };
+            book.workers
+                .values()
+                .filter(|entry| entry.is_there(silent) && !entry.record.inside && !is_kept(entry))
+                .map(|entry| Target::worker(&entry.record.id))
+                .collect()
+        };
+        let supervisors = names.iter().map(|name| (Target::supervisor(name), Order::Terminate));
+        let alone = alone.into_iter().map(|target| (target, Order::Stop));
+        self.put_all(supervisors.chain(alone), ttl).await
+    }
+
+    async fn put_all(
+        &self,
+        orders: impl Iterator<Item = (Target, Order)>,
+        ttl: Duration,
+    ) -> Result<Vec<CommandInfo>, FleetError> {
+        let mut put = Vec::new();
+        for (target, order) in orders.collect::<Vec<_>>() {
+            put.push(self.desk.bus.put(&target, &order, ttl).await?.into());
+        }
+        Ok(put)
+    }
+
+    /// What became of a command.
+    pub async fn command(&self, id: &str) -> Result<CommandInfo, FleetError> {
+        let found = self.desk.bus.command(&CommandId(id.to_owned())).await?;
+        let missing = || FleetError::NotFound(format!("there is no command {id:?}, or no more"));
+        Ok(found.ok_or_else(missing)?.into())
+    }
+
+    /// Writes what was only heard.
+    pub async fn close(&self) {
+        if let Err(error) = self.desk.write().await {
+            tracing::warn!(error = explain(&error), "the roster was not written");
+        }
+    }
+}
+
+const NO_SUPERVISOR: &str = "there is no supervisor: declare one as [supervisor.NAME] in the config file, \
+     or run `vedetta supervise`";
+
+impl Book {
+    fn line(&mut self, target: &Target) -> Option<&mut Line> {
+        match target.key().split_once(':')? {
+            ("worker", id) => self.workers.get_mut(id).map(|entry| &mut entry.line),
+            (_, name) => self.supervisors.get_mut(name).map(|boss| &mut boss.line),
+        }
+    }
+
+    fn ring(&mut self, target: &Target) {
+        if let Some(line) = self.line(target) {
+            line.ring();
+        }
+    }
+}
+
+impl Desk {
+    /// Some beats may be lost or late.
+    fn silent(&self) -> Duration {
+        self.beat * 3 + Duration::from_secs(1)
+    }
+
+    /// Notes a beat. What is to be written at once.
+    fn note(&self, id: &str, beat: Beat, inside: bool) -> Result<Option<WorkerRecord>, FleetError> {
+        let now = time(now_ms());
+        let mut book = self.book.lock();
+        if !book.workers.contains_key(id) && book.workers.len() >= MOST {
+            let why = format!("there are {MOST} workers already");
+            return Err(FleetError::Conflict(why));
+        }
+        let said = WorkerRecord {
+            id: id.to_owned(),
+            supervisor: beat.supervisor,
+            queues: beat.queues,
+            pid: beat.pid,
+            host: beat.host,
+            version: beat.version,
+            status: beat.state,
+            inside,
+            birth: beat.birth,
+            capacity: beat.slots.capacity,
+            note: beat.note.map(tail),
+            started: time(beat.started),
+            seen: Duration::ZERO,
+            created: now,
+            updated: now,
+        };
+        let mut is_new = false;
+        let entry = book.workers.entry(id.to_owned()).or_insert_with(|| {
+            is_new = true;
+            Entry {
+                record: said.clone(),
+                seen: Instant::now(),
+                heartbeat: now,
+                slots: SlotsUsed::default(),
+                running: Vec::new(),
+                line: Line::default(),
+            }
+        });
+        let (created, updated) = (entry.record.created, entry.record.updated);
+        let same = WorkerRecord { created, updated, ..said.clone() };
+        let changed = is_new || entry.record != same;
+        if changed {
+            entry.record = WorkerRecord { created, ..said };
+        }
+        (entry.seen, entry.heartbeat) = (Instant::now(), now);
+        (entry.slots, entry.running) = (beat.slots, beat.running);
+        entry.line.unwritten = !changed;
+        Ok(changed.then(|| entry.to_write()))
+    }
+
+    /// Notes a supervisor's report. Whether it is new.
+    fn note_boss(&self, name: &str, report: Report) -> Result<bool, FleetError> {
+        let silent = self.silent();
+        let mut book = self.book.lock();
+        if !book.supervisors.contains_key(name) && book.supervisors.len() >= MOST {
+            let why = format!("there are {MOST} supervisors already");
+            return Err(FleetError::Conflict(why));
+        }
+        let boss = book.supervisors.entry(name.to_owned()).or_insert_with(|| Boss {
+            host: report.host.clone(),
+            report: None,
+            seen: Instant::now(),
+            line: Line::default(),
+        });
+        let other = boss.report.as_ref().filter(|old| old.instance != report.instance);
+        if other.is_some() && boss.seen.elapsed() <= silent {
+            return Err(FleetError::Conflict(format!(
+                "another process is the supervisor {name:?}: give this one another name"
+            )));
+        }
+        let is_new = boss.report.is_none();
+        boss.host.clone_from(&report.host);
+        boss.report = Some(report);
+        boss.seen = Instant::now();
+        boss.line.unwritten = true;
+        Ok(is_new)
+    }
+
+    /// How long ago a supervisor was there, as far as we can know: nobody is missed before we were there.
+    fn boss_seen(&self, name: &str) -> Duration {
+        let book = self.book.lock();
+        let seen = book.supervisors.get(name).map(|boss| boss.seen.elapsed());
+        seen.unwrap_or(Duration::MAX).min(self.opened.elapsed())
+    }
+
+    /// Supervisors that are there.
+    fn alive(&self) -> Vec<String> {
+        let silent = self.silent();
+        let book = self.book.lock();
+        let alive = book.supervisors.iter().filter(|(_, boss)| boss.seen.elapsed() <= silent);
+        alive.map(|(name, _)| name.clone()).collect()
+    }
+
+    /// Who is to start workers: the supervisor that has the most room for them.
+    fn starter(&self, queue: &str, count: u32) -> Result<String, FleetError> {
+        let silent = self.silent();
+        let book = self.book.lock();
+        let able: Vec<(&String, &Boss, &Report)> = book
+            .supervisors
+            .iter()
+            .filter_map(|(name, boss)| Some((name, boss, boss.report.as_ref()?)))
+            .filter(|(_, _, report)| report.queues.iter().any(|able| able == queue))
+            .collect();
+        if able.is_empty() && !self.declared.contains(queue) {
+            return Err(FleetError::Invalid(format!(
+                "no handler is declared for the queue {queue:?}: add one to the config file"
+            )));
+        }
+        let there = able.into_iter().filter(|(_, boss, _)| boss.seen.elapsed() <= silent);
+        let room = |report: &Report| report.max.saturating_sub(report.wanted);
+        let best = there.max_by_key(|(_, _, report)| room(report));
+        let Some((name, _, report)) = best else {
+            return Err(FleetError::Conflict(NO_SUPERVISOR.into()));
+        };
+        if room(report) < count {
+            return Err(FleetError::Conflict(format!(
+                "the supervisor {name:?} has {} workers and may have {}: raise its max",
+                report.wanted, report.max
+            )));
+        }
+        Ok(name.clone())
+    }
+
+    async fn depths(&self) -> Result<Vec<Depth>, FleetError> {
+        let counts = self.ledger.queues().await?;
+        let depths = counts.into_iter().map(|counts| Depth {
+            name: counts.name,
+            ready: counts.ready,
+            running: counts.running,
+            oldest_ms: counts.oldest.map(millis),
+        });
+        Ok(depths.collect())
+    }
+
+    /// Workers have ended. How many of them were there.
+    async fn ended(&self, ended: &[(String, Option<String>)]) -> usize {
+        let changed: Vec<WorkerRecord> = {
+            let mut book = self.book.lock();
+            let ended = ended.iter().filter_map(|(id, exit)| {
+                let entry = book.workers.get_mut(id)?;
+                if entry.record.status != Status::Stopped {
+                    entry.seen = Instant::now();
+                    // Who left in good order has said why.
+                    if let Some(exit) = exit {
+                        entry.record.note = Some(tail(exit.clone()));
+                    }
+                }
+                entry.record.status = Status::Stopped;
+                entry.record.updated = time(now_ms());
+                (entry.slots.used, entry.running) = (0, Vec::new());
+                Some(entry.to_write())
+            });
+            ended.collect()
+        };
+        if !changed.is_empty() {
+            self.write_now(&changed).await;
+        }
+        changed.len()
+    }
+
+    /// What waits for somebody, if there may be something.
+    async fn take(&self, target: &Target) -> Vec<Handed> {
+        {
+            let mut book = self.book.lock();
+            let Some(line) = book.line(target).filter(|line| line.hint) else { return Vec::new() };
+            line.hint = false;
+        }
+        match self.bus.take(target).await {
+            Ok(taken) => taken.into_iter().map(handed).collect(),
+            Err(error) => {
+                tracing::warn!(error = explain(&error), "commands wait: the bus is away");
+                if let Some(line) = self.book.lock().line(target) {
+                    line.hint = true;
+                }
+                Vec::new()
+            }
+        }
+    }
+
+    /// Tells the bus what was obeyed; later, if it is away.
+    async fn applied(&self, done: Vec<CommandId>) {
+        if done.is_empty() {
+            return;
+        }
+        if let Err(error) = self.bus.applied(&done).await {
+            tracing::debug!(error = explain(&error), "commands were obeyed: the bus is told later");
+            let mut book = self.book.lock();
+            if book.untold.len() + done.len() <= MOST_UNTOLD {
+                book.untold.extend(done);
+            }
+        }
+    }
+
+    /// Writes what changed; what cannot be written now is written later.
+    async fn write_now(&self, changed: &[WorkerRecord]) {
+        if let Err(error) = self.roster.save(changed, &[]).await {
+            tracing::warn!(error = explain(&error), "the roster is away: it is written later");
+            let mut book = self.book.lock();
+            for record in changed {
+                if let Some(entry) = book.workers.get_mut(&record.id) {
+                    entry.line.unwritten = true;
+                }
+            }
+        }
+    }
+
+    fn bosses(&self, only: Option<&str>) -> Vec<SupervisorRecord> {
+        let book = self.book.lock();
+        let bosses = book.supervisors.iter().filter(|(name, boss)| {
+            boss.line.unwritten && only.is_none_or(|only| only == name.as_str())
+        });
+        let record = |(name, boss): (&String, &Boss)| SupervisorRecord {
+            name: name.clone(),
+            host: boss.host.clone(),
+            seen: boss.seen.elapsed(),
+        };
+        bosses.map(record).collect()
+    }
+
+    /// Writes all that is not written.
+    async fn write(&self) -> Result<(), RosterError> {
+        let workers: Vec<WorkerRecord> = {
+            let book = self.book.lock();
+            let unwritten = book.workers.values().filter(|entry| entry.line.unwritten);
+            unwritten.map(Entry::to_write).collect()
+        };
+        let supervisors = self.bosses(None);
+        if workers.is_empty() && supervisors.is_empty() {
+            return Ok(());
+        }
+        self.roster.save(&workers, &supervisors).await?;
+        let mut book = self.book.lock();
+        for worker in workers {
+            if let Some(entry) = book.workers.get_mut(&worker.id) {
+                entry.line.unwritten = false;
+            }
+        }
+        for supervisor in supervisors {
+            if let Some(boss) = book.supervisors.get_mut(&supervisor.name) {
+                boss.line.unwritten = false;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads who is there, and beats at another server; at the start, everybody.
+    async fn refresh(&self, is_start: bool) -> Result<(), RosterError> {
+        let all = self.roster.all().await?;
+        let (silent, now) = (self.silent(), SystemTime::now());
+        let mut book = self.book.lock();
+        let kept: BTreeSet<&str> = all.workers.iter().map(|worker| worker.id.as_str()).collect();
+        book.workers.retain(|id, entry| {
+            kept.contains(id.as_str()) || entry.line.unwritten || entry.is_there(silent)
+        });
+        for record in &all.workers {
+            let (seen, heartbeat) = (back(record.seen), now - record.seen);
+            let seen = if is_start { self.opened } else { seen };
+            let known = book.workers.get_mut(&record.id);
+            match known {
+                // What it says here is newer.
+                Some(entry) if entry.seen >= seen => {}
+                Some(entry) => {
+                    (entry.record, entry.seen, entry.heartbeat) = (record.clone(), seen, heartbeat);
+                }
+                None if record.seen >= RETAINED => {}
+                None => {
+                    let slots = SlotsUsed { used: 0, capacity: record.capacity };
+                    let (record, running, line) = (record.clone(), Vec::new(), Line::default());
+                    let entry = Entry { record, seen, heartbeat, slots, running, line };
+                    book.workers.insert(entry.record.id.clone(), entry);
+                }
+            }
+        }
+        let kept: BTreeSet<&str> = all.supervisors.iter().map(|boss| boss.name.as_str()).collect();
+        book.supervisors
+            .retain(|name, boss| kept.contains(name.as_str()) || boss.seen.elapsed() <= RETAINED);
+        for record in all.supervisors.into_iter().filter(|boss| boss.seen < RETAINED) {
+            let seen = back(record.seen);
+            let boss = book.supervisors.entry(record.name).or_insert_with(|| Boss {
+                host: record.host.clone(),
+                report: None,
+                seen,
+                line: Line::default(),
+            });
+            boss.seen = boss.seen.max(seen);
+        }
+        Ok(())
+    }
+
+    /// Those of this machine whose processes are gone have ended.
+    async fn clean(&self) {
+        let here = host_name();
+        let gone: Vec<(String, Option<String>)> = {
+            let book = self.book.lock();
+            let workers = book.workers.values().map(|entry| &entry.record);
+            workers
+                .filter(|record| record.status != Status::Stopped && record.host == here)
+                .filter(|record| is_gone(record.pid, record.birth.as_deref()))
+                .map(|record| (record.id.clone(), Some("its process is gone".to_owned())))
+                .collect()
+        };
+        self.ended(&gone).await;
+    }
+
+    /// Finds what no wake-up told.
+    async fn look(&self) -> Result<(), BusError> {
+        let (targets, untold) = {
+            let silent = self.silent();
+            let mut book = self.book.lock();
+            let workers = book.workers.values().filter(|entry| entry.is_there(silent));
+            let workers = workers.map(|entry| Target::worker(&entry.record.id));
+            let bosses = book.supervisors.keys().map(|name| Target::supervisor(name));
+            let targets: Vec<Target> = workers.chain(bosses).collect();
+            (targets, std::mem::take(&mut book.untold))
+        };
+        self.applied(untold).await;
+        let waiting = self.bus.waiting(&targets).await?;
+        let mut book = self.book.lock();
+        waiting.iter().for_each(|target| book.ring(target));
+        Ok(())
+    }
+
+    async fn write_and_refresh(&self) -> Result<(), RosterError> {
+        self.write().await?;
+        self.roster.prune(RETAINED).await?;
+        self.refresh(false).await
+    }
+
+    async fn keep(self: Arc<Self>) {
+        let mut wakes = self.bus.wakes();
+        let (mut look, mut write) = (interval(self.beat), interval(WRITE));
+        look.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        write.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut trouble = false;
+        loop {
+            tokio::select! {
+                wake = wakes.recv() => match wake {
+                    Ok(Wake::Of(target)) => self.book.lock().ring(&target),
+                    Ok(Wake::Any) | Err(RecvError::Lagged(_)) => look.reset_immediately(),
+                    Err(RecvError::Closed) => std::future::pending().await,
+                },
+                _ = look.tick() => match self.look().await {
+                    Ok(()) => trouble = false,
+                    Err(error) if !trouble => {
+                        trouble = true;
+                        tracing::warn!(error = explain(&error), "the command bus is away; trying again");
+                    }
+                    Err(_) => {}
+                },
+                _ = write.tick() => if let Err(error) = self.write_and_refresh().await {
+                    tracing::warn!(error = explain(&error), "the roster is away; trying again");
+                },
+            }
+        }
+    }
+}
+
+fn handed(taken: Taken) -> Handed {
+    Handed { id: taken.id, command: taken.order, expires_ms: millis(taken.left) }
+}
+
+impl Beat {
+    /// Of this process, which works these queues.
+    pub fn of_this_process(queues: Vec<String>) -> Self {
+        let pid = std::process::id();
+        Self {
+            supervisor: None,
+            queues,
+            pid,
+            host: host_name(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            started: now_ms(),
+            birth: crate::host::birth(pid),
+            state: Status::Running,
+            slots: SlotsUsed::default(),
+            running: Vec::new(),
+            done: Vec::new(),
+            note: None,
+        }
+    }
+}

@@ -1,0 +1,689 @@
+//! Keeps workers: as many as there should be, none that is dead or silent, none too much.
+//!
+//! ```text
+//!  beat ──► server: commands, workers, depths ──► plan: what should be ──► steps ──► processes
+//!    ▲                                                                                  │
+//!    └──────────── ended, with how and the last of stderr ◄─────────────────────────────┘
+//! ```
+//!
+//! Workers are processes of their own, and no fault of this one ends them: after a restart those that still
+//! beat under its name are adopted. What ends again and again soon after its start is started later and later.
+//! A worker is told to stop as by anybody else, by a command; only one that is silent, or does not end within
+//! the grace time, is killed, and that only if its process is for sure the one that is meant.
+
+mod child;
+mod plan;
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::sync::{Notify, mpsc};
+use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
+use vedetta_core::{Backoff, Moment, explain};
+
+use crate::bus::{CommandId, Order, Target};
+use crate::control::{Control, ControlError};
+use crate::crew::TOLD;
+use crate::host::{self, host_name};
+use crate::roster::Status;
+use crate::wire::{Ended, Handed, Mood, Report, Told, WorkerInfo};
+use child::Exit;
+pub use plan::Balance;
+use plan::{Bounds, Hand, Load, Posts, Scale, Stage, Step};
+
+/// After a change in how many there are there is no other for so long, unless said otherwise.
+pub const COOL_DOWN: Duration = Duration::from_secs(10);
+/// It looks at its workers this often, at least.
+const LOOK: Duration = Duration::from_secs(1);
+/// A worker has so long from its start to its first beat.
+const TO_START: Duration = Duration::from_secs(30);
+/// Who lived so long did not fail to start.
+const STABLE: Duration = Duration::from_secs(5);
+/// After so many failures in a row it is shown that something is wrong.
+const CRASH_LOOP: u32 = 5;
+/// An answer that takes longer does not come.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Ends that are waiting to be looked at.
+const EXITS: usize = 64;
+const RESTART: Backoff =
+    Backoff { first: Duration::from_millis(200), most: Duration::from_secs(10), jitter: 0.2 };
+
+/// What a supervisor keeps.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// What its workers work.
+    pub queues: Vec<String>,
+    /// How they are spread.
+    pub balance: Balance,
+    /// Workers at least.
+    pub min: u32,
+    /// And at most.
+    pub max: u32,
+    /// After a change in how many there are there is no other for so long.
+    pub cool_down: Duration,
+}
+
+/// How a worker is started: `program worker run --id … --supervisor … --queue …`, and these arguments.
+#[derive(Debug, Clone)]
+pub struct Hire {
+    /// What is run.
+    pub program: PathBuf,
+    /// After those that say which queues.
+    pub arguments: Vec<OsString>,
+    /// Set in its environment, beside those of this process. Never logged.
+    pub variables: Vec<(String, String)>,
+}
+
+/// A supervisor that may be started.
+pub struct Supervisor {
+    name: String,
+    settings: Settings,
+    hire: Hire,
+    control: Arc<dyn Control>,
+}
+
+/// A supervisor at work. Dropped, it ends at once, and its children with it.
+pub struct Supervising {
+    name: String,
+    task: Option<JoinHandle<usize>>,
+    stop: CancellationToken,
+    grace: Arc<Mutex<Duration>>,
+}
+
+impl Supervising {
+    /// What it is called.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Has all workers finish what runs within `grace`, and kills the rest. How many.
+    pub async fn stop(mut self, grace: Duration) -> usize {
+        *self.grace.lock() = grace;
+        self.stop.cancel();
+        match self.task.take() {
+            Some(task) => task.await.unwrap_or(0),
+            None => 0,
+        }
+    }
+}
+
+impl Drop for Supervising {
+    fn drop(&mut self) {
+        if let Some(task) = self.task.take() {
+            task.abort();
+        }
+    }
+}
+
+impl Supervisor {
+    /// Of this name on this machine: no two of them share their workers.
+    pub fn new(name: &str, settings: Settings, hire: Hire, control: Arc<dyn Control>) -> Self {
+        let mut settings = settings;
+        settings.queues.sort();
+        settings.queues.dedup();
+        Self { name: format!("{name}:{}", host_name()), settings, hire, control }
+    }
+
+    /// Keeps workers until stopped.
+    pub fn start(self) -> Supervising {
+        let (stop, grace) = (CancellationToken::new(), Arc::new(Mutex::new(Duration::MAX)));
+        let name = self.name.clone();
+        let (tell, exits) = mpsc::channel(EXITS);
+        let task = Task {
+            hands: BTreeMap::new(),
+            children: JoinSet::new(),
+            tell,
+            exits: Vec::new(),
+            scale: Scale::default(),
+            base: None,
+            extras: Vec::new(),
+            generation: 0,
+            halted: false,
+            failures: 0,
+            start_at: Instant::now(),
+            last: None,
+            ended: Vec::new(),
+            done: Vec::new(),
+            loads: BTreeMap::new(),
+            silent: Duration::from_secs(10),
+            period: LOOK,
+            began: Instant::now(),
+            instance: format!("{:016x}", fastrand::u64(..)),
+            trouble: false,
+            of: self,
+        };
+        let task = tokio::spawn(task.run(exits, stop.clone(), Arc::clone(&grace)));
+        Supervising { name, task: Some(task), stop, grace }
+    }
+}
+
+/// A worker that is kept.
+struct Kept {
+    queues: Vec<String>,
+    generation: u32,
+    since: Instant,
+    /// Ends the process, if it is a child of this one.
+    kill: Option<CancellationToken>,
+    /// We told it to stop, or somebody did.
+    is_stopping: bool,
+    /// We have ended it.
+    is_killed: bool,
+    info: Option<WorkerInfo>,
+}
+
+struct Task {
+    of: Supervisor,
+    hands: BTreeMap<String, Kept>,
+    children: JoinSet<()>,
+    tell: mpsc::Sender<(String, Exit)>,
+    /// Ends to be looked at when it is known what they said last.
+    exits: Vec<(String, Exit)>,
+    scale: Scale,
+    /// How many take all queues, where that is not decided by load; nothing before the first look.
+    base: Option<u32>,
+    /// Queues of workers that were asked for beside those.
+    extras: Vec<String>,
+    generation: u32,
+    halted: bool,
+    /// Ends soon after a start, in a row.
+    failures: u32,
+    /// Not before.
+    start_at: Instant,
+    /// The last failure, and what it wrote.
+    last: Option<(String, String)>,
+    // What the server was not told yet.
+    ended: Vec<Ended>,
+    done: Vec<CommandId>,
+    loads: BTreeMap<String, Load>,
+    silent: Duration,
+    period: Duration,
+    began: Instant,
+    instance: String,
+    trouble: bool,
+}
+
+impl Task {
+    async fn run(
+        mut self,
+        mut exits: mpsc::Receiver<(String, Exit)>,
+        stop: CancellationToken,
+        grace: Arc<Mutex<Duration>>,
+    ) -> usize {
+        let bell = Arc::new(Notify::new());
+        let _listening = self.listen(Arc::clone(&bell));
+        loop {
+            let next = self.look().await;
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => break,
+                Some(exit) = exits.recv() => self.exits.push(exit),
+                () = bell.notified() => {}
+                () = sleep_until(next) => {}
+            }
+            while let Ok(exit) = exits.try_recv() {
+                self.exits.push(exit);
+            }
+        }
+        let grace = *grace.lock();
+        self.drain(exits, grace).await
+    }
+
+    fn listen(&self, bell: Arc<Notify>) -> AbortOnDropHandle<()> {
+        let (control, target) = (Arc::clone(&self.of.control), Target::supervisor(&self.of.name));
+        AbortOnDropHandle::new(tokio::spawn(async move {
+            loop {
+                let _ = control.listen(&target, &|| bell.notify_one()).await;
+                sleep(LOOK / 2).await;
+            }
+        }))
+    }
+
+    /// One look at what is there, and what is to be done about it. When to look next.
+    async fn look(&mut self) -> Instant {
+        let next = Instant::now() + self.period;
+        let Some((told, asked)) = self.report().await else { return next };
+        self.observe(told.workers);
+        for (id, exit) in std::mem::take(&mut self.exits) {
+            self.exited(&id, exit);
+        }
+        self.obey(told.commands, asked);
+        let posts = self.posts();
+        let starts = match self.failures {
+            _ if Instant::now() < self.start_at => 0,
+            0 => self.of.settings.max.saturating_add(1),
+            // One is enough to see whether it fails again.
+            _ => 1,
+        };
+        let hands: Vec<Hand> = self.hands.iter().map(|(id, kept)| self.hand(id, kept)).collect();
+        for step in plan::steps(&posts, &hands, starts) {
+            match step {
+                Step::Start(queues) => self.hire(queues),
+                Step::Stop(id) => self.dismiss(&id).await,
+                Step::Kill(id) => self.kill(&id),
+            }
+        }
+        let is_well = |kept: &Kept| kept.info.is_some() && kept.since.elapsed() > STABLE;
+        if self.failures > 0
+            && Instant::now() > self.start_at + STABLE
+            && self.hands.values().any(is_well)
+        {
+            self.failures = 0;
+        }
+        // What was done is told at once.
+        if !self.done.is_empty() {
+            return Instant::now();
+        }
+        if Instant::now() < self.start_at { next.min(self.start_at) } else { next }
+    }
+
+    /// Says how it is, and hears what there is to know.
+    async fn report(&mut self) -> Option<(Told, Instant)> {
+        let Settings { queues, balance, min, max, .. } = &self.of.settings;
+        let wanted = self.posts_now().values().sum();
+        let report = Report {
+            host: host_name(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            instance: self.instance.clone(),
+            queues: queues.clone(),
+            balance: balance.word().to_owned(),
+            min: *min,
+            max: *max,
+            wanted,
+            state: self.mood(),
+            last_exit: self.last.as_ref().map(|(exit, _)| exit.clone()),
+            stderr: self.last.as_ref().map(|(_, stderr)| stderr.clone()),
+            ended: self.ended.clone(),
+            done: self.done.clone(),
+            depths: *balance == Balance::Auto,
+        };
+        let asked = Instant::now();
+        let told = timeout(PATIENCE, self.of.control.supervise(&self.of.name, &report)).await;
+        let told = told.unwrap_or_else(|late| Err(ControlError::Unavailable(late.into())));
+        match told {
+            Ok(told) => {
+                self.trouble = false;
+                self.ended.drain(..report.ended.len());
+                self.done.drain(..report.done.len());
+                self.silent = Duration::from_millis(told.silent_ms);
+                self.period = Duration::from_millis(told.beat_ms).min(LOOK);
+                let load = |depth: &crate::wire::Depth| Load {
+                    ready: depth.ready,
+                    running: depth.running,
+                    oldest: Duration::from_millis(depth.oldest_ms.unwrap_or(0)),
+                };
+                self.loads =
+                    told.queues.iter().map(|depth| (depth.name.clone(), load(depth))).collect();
+                Some((told, asked))
+            }
+            Err(error) => {
+                if !self.trouble {
+                    let supervisor = &self.of.name;
+                    tracing::warn!(
+                        supervisor,
+                        error = explain(&error),
+                        "the server does not help; trying again"
+                    );
+                }
+                self.trouble = true;
+                None
+            }
+        }
+    }
+
+    fn mood(&self) -> Mood {
+        if self.halted {
+            Mood::Terminated
+        } else if self.failures >= CRASH_LOOP {
+            Mood::CrashLooping
+        } else if self.hands.values().any(|kept| kept.generation != self.generation) {
+            Mood::Restarting
+        } else {
+            Mood::Running
+        }
+    }
+
+    /// Takes note of what the server knows of the workers.
+    fn observe(&mut self, workers: Vec<WorkerInfo>) {
+        let here = host_name();
+        let mut known: BTreeMap<String, WorkerInfo> =
+            workers.into_iter().map(|info| (info.id.clone(), info)).collect();
+        let mut left = Vec::new();
+        for (id, kept) in &mut self.hands {
+            match known.remove(id) {
+                Some(info) => {
+                    if info.status == Status::Stopped && kept.kill.is_none() {
+                        left.push(id.clone());
+                    }
+                    kept.info = Some(info);
+                }
+                // It is known no more; of a child, its end is still to come.
+                None if kept.kill.is_none() => left.push(id.clone()),
+                None => {}
+            }
+        }
+        self.heed_stops();
+        for id in left {
+            self.hands.remove(&id);
+        }
+        for (id, info) in known {
+            if info.status == Status::Stopped {
+                continue;
+            }
+            if is_gone(&info, &here) {
+                self.ended.push(Ended { id, exit: "its process is gone".into() });
+                continue;
+            }
+            if info.status == Status::Silent && info.host != here {
+                continue; // it may come back, and nothing can be done until then
+            }
+            let supervisor = &self.of.name;
+            tracing::info!(supervisor, worker = id, pid = info.pid, "adopted a worker");
+            let mut queues = info.queues.clone();
+            queues.sort();
+            let is_stopping = info.status == Status::Stopping;
+            let kept = Kept {
+                queues,
+                generation: self.generation,
+                since: Instant::now(),
+                kill: None,
+                is_stopping,
+                is_killed: false,
+                info: Some(info),
+            };
+            self.hands.insert(id, kept);
+        }
+        // Those that are not children of ours we see end only so.
+        let is_over = |kept: &Kept| {
+            kept.kill.is_none() && kept.info.as_ref().is_some_and(|info| is_gone(info, &here))
+        };
+        let over = self.hands.iter().filter(|(_, kept)| is_over(kept)).map(|(id, _)| id.clone());
+        for id in over.collect::<Vec<_>>() {
+            self.hands.remove(&id);
+            self.ended.push(Ended { id, exit: "its process is gone".into() });
+        }
+        if self.base.is_none() {
+            self.take_over();
+        }
+    }
+
+    /// Whom somebody told to stop is not replaced, as long as there are enough.
+    fn heed_stops(&mut self) {
+        let all = self.of.settings.queues.clone();
+        for kept in self.hands.values_mut() {
+            let info = kept.info.as_ref();
+            let ends = [Status::Stopping, Status::Stopped];
+            if kept.is_stopping || info.is_none_or(|info| !ends.contains(&info.status)) {
+                continue;
+            }
+            kept.is_stopping = true;
+            let told = info.and_then(|info| info.note.as_deref());
+            if told != Some(TOLD) {
+                continue;
+            }
+            let extra = self.extras.iter().position(|queue| kept.queues == [queue.clone()]);
+            match extra {
+                Some(at) if kept.queues != all => drop(self.extras.remove(at)),
+                _ => {
+                    let least = self.of.settings.min;
+                    self.base = self.base.map(|base| base.saturating_sub(1).max(least));
+                }
+            }
+        }
+    }
+
+    /// At the first look: what is there is what there should be, within bounds.
+    fn take_over(&mut self) {
+        let Settings { queues: all, min, max, .. } = &self.of.settings;
+        let mut posts = Posts::new();
+        for kept in self.hands.values().filter(|kept| !kept.is_stopping) {
+            *posts.entry(kept.queues.clone()).or_default() += 1;
+        }
+        let base = posts.get(all).copied().unwrap_or(0).clamp(*min, *max);
+        let mut room = max - base;
+        for (queues, count) in &posts {
+            let [queue] = queues.as_slice() else { continue };
+            if self.of.settings.balance == Balance::Simple && queues != all && all.contains(queue) {
+                let extra = room.min(*count);
+                room -= extra;
+                self.extras.extend((0..extra).map(|_| queue.clone()));
+            }
+        }
+        self.base = Some(base);
+        self.scale.adopt(posts);
+    }
+
+    fn obey(&mut self, commands: Vec<Handed>, asked: Instant) {
+        for Handed { id, command, expires_ms } in commands {
+            if asked.elapsed() >= Duration::from_millis(expires_ms) {
+                continue;
+            }
+            let supervisor = &self.of.name;
+            match &command {
+                Order::Start { queue, count } => {
+                    self.halted = false;
+                    let Settings { queues, min, max, .. } = &self.of.settings;
+                    let base = self.base.get_or_insert(*min);
+                    let extras = u32::try_from(self.extras.len()).unwrap_or(u32::MAX);
+                    let room = max.saturating_sub(base.saturating_add(extras));
+                    let count = (*count).min(room);
+                    if queues.as_slice() == [queue.clone()] {
+                        *base += count;
+                    } else {
+                        self.extras.extend((0..count).map(|_| queue.clone()));
+                    }
+                }
+                Order::Restart => {
+                    self.halted = false;
+                    self.generation += 1;
+                }
+                Order::Terminate => {
+                    (self.halted, self.base) = (true, Some(self.of.settings.min));
+                    self.extras.clear();
+                }
+                Order::Stop | Order::Pause | Order::Resume => continue,
+            }
+            tracing::info!(supervisor, %command, "obeyed a command");
+            self.done.push(id);
+        }
+    }
+
+    /// What there should be, decided anew.
+    fn posts(&mut self) -> Posts {
+        if self.of.settings.balance == Balance::Auto && !self.halted {
+            let Settings { queues, min, max, cool_down, .. } = &self.of.settings;
+            let extras = u32::try_from(self.extras.len()).unwrap_or(u32::MAX);
+            let max = (*max).saturating_sub(extras).max(*min);
+            let bounds = Bounds { min: *min, max, cool_down: *cool_down };
+            let slots = self.hands.values().filter_map(|kept| kept.info.as_ref());
+            let slots = slots.map(|info| info.slots.capacity).max().unwrap_or(1);
+            let now = Moment::reached(self.began.elapsed());
+            self.scale.decide(bounds, queues, &self.loads, slots, now);
+        }
+        self.posts_now()
+    }
+
+    /// The same as it was last decided.
+    fn posts_now(&self) -> Posts {
+        if self.halted {
+            return Posts::new();
+        }
+        let Settings { queues, balance, min, .. } = &self.of.settings;
+        let mut posts = match balance {
+            Balance::Simple => Posts::from([(queues.clone(), self.base.unwrap_or(*min))]),
+            Balance::Auto => self.scale.posts().clone(),
+        };
+        for queue in &self.extras {
+            *posts.entry(vec![queue.clone()]).or_default() += 1;
+        }
+        posts
+    }
+
+    fn hand(&self, id: &str, kept: &Kept) -> Hand {
+        let is_late = || kept.since.elapsed() > TO_START;
+        let stage = match &kept.info {
+            Some(info) if info.status == Status::Silent => Stage::Silent,
+            None if is_late() => Stage::Silent,
+            _ if kept.is_stopping => Stage::Stopping,
+            Some(_) => Stage::Ready,
+            None => Stage::Starting,
+        };
+        Hand {
+            id: id.to_owned(),
+            queues: kept.queues.clone(),
+            stage,
+            is_old: kept.generation != self.generation,
+        }
+    }
+
+    /// Starts a worker of these queues.
+    fn hire(&mut self, queues: Vec<String>) {
+        let supervisor = &self.of.name;
+        let short = supervisor.split(':').next().unwrap_or(supervisor);
+        let id = format!("{short}-{:08x}", fastrand::u32(..));
+        let kill = CancellationToken::new();
+        let child = child::start(&self.of.hire, supervisor, &id, &queues);
+        match child {
+            Ok(child) => {
+                tracing::info!(
+                    supervisor,
+                    worker = id,
+                    pid = child.id(),
+                    ?queues,
+                    "started a worker"
+                );
+                let tell = self.tell.clone();
+                self.children.spawn(child::watch(child, id.clone(), kill.clone(), tell));
+                let kept = Kept {
+                    queues,
+                    generation: self.generation,
+                    since: Instant::now(),
+                    kill: Some(kill),
+                    is_stopping: false,
+                    is_killed: false,
+                    info: None,
+                };
+                self.hands.insert(id, kept);
+            }
+            Err(error) => {
+                tracing::error!(supervisor, %error, "cannot start a worker");
+                self.failed(format!("it cannot be started: {error}"), String::new());
+            }
+        }
+    }
+
+    /// Tells a worker to stop; one that never said anything does nothing, and is ended.
+    async fn dismiss(&mut self, id: &str) {
+        let Some(kept) = self.hands.get_mut(id) else { return };
+        if kept.info.is_none() {
+            return self.kill(id);
+        }
+        let told = timeout(PATIENCE, self.of.control.tell(id, Order::Stop)).await;
+        if matches!(told, Ok(Ok(()))) {
+            kept.is_stopping = true;
+        }
+    }
+
+    /// Ends a worker at once, if it can be told from others.
+    fn kill(&mut self, id: &str) {
+        let Some(kept) = self.hands.get_mut(id) else { return };
+        if let Some(kill) = &kept.kill {
+            (kept.is_stopping, kept.is_killed) = (true, true);
+            kill.cancel(); // how it ended comes as of any other
+            return;
+        }
+        let Some(info) = &kept.info else { return };
+        let is_here = info.host == host_name();
+        let birth = info.birth.as_deref();
+        if is_here && birth.is_some_and(|birth| host::kill(info.pid, birth)) {
+            tracing::warn!(worker = id, pid = info.pid, "killed a worker that was silent");
+            self.ended.push(Ended { id: id.to_owned(), exit: "it was silent and killed".into() });
+        }
+        // One elsewhere may come back; then there is one too many.
+        self.hands.remove(id);
+    }
+
+    fn exited(&mut self, id: &str, exit: Exit) {
+        let Some(kept) = self.hands.remove(id) else { return };
+        let (supervisor, how) = (&self.of.name, exit.how);
+        tracing::info!(supervisor, worker = id, how, "a worker has ended");
+        self.ended.push(Ended { id: id.to_owned(), exit: how.clone() });
+        let lived = kept.since.elapsed();
+        let why = kept.info.as_ref().and_then(|info| info.note.as_deref());
+        if kept.is_killed || (exit.is_success && why == Some(TOLD)) {
+            return;
+        }
+        if exit.is_success && lived > STABLE {
+            return; // it reached a limit
+        }
+        if lived > STABLE {
+            self.failures = 0;
+        }
+        self.failed(how, exit.stderr);
+    }
+
+    fn failed(&mut self, how: String, stderr: String) {
+        self.last = Some((how, stderr));
+        self.start_at = Instant::now() + RESTART.delay(self.failures, fastrand::f64());
+        self.failures = self.failures.saturating_add(1);
+        if self.failures == CRASH_LOOP {
+            let supervisor = &self.of.name;
+            tracing::error!(
+                supervisor,
+                failures = self.failures,
+                "workers end soon after their start"
+            );
+        }
+    }
+
+    /// Has all end, and kills those that do not in time. How many.
+    async fn drain(mut self, mut exits: mpsc::Receiver<(String, Exit)>, grace: Duration) -> usize {
+        self.halted = true;
+        let end = Instant::now().checked_add(grace);
+        let mut killed = 0;
+        while !self.hands.is_empty() {
+            let ids: Vec<String> = self.hands.keys().cloned().collect();
+            if end.is_some_and(|end| Instant::now() >= end) {
+                killed += ids.len();
+                for id in &ids {
+                    self.kill(id);
+                }
+                break;
+            }
+            if let Some((told, _)) = self.report().await {
+                self.observe(told.workers);
+            }
+            for id in ids {
+                if self.hands.get(&id).is_some_and(|kept| !kept.is_stopping) {
+                    self.dismiss(&id).await;
+                }
+            }
+            let next = Instant::now() + self.period.min(Duration::from_millis(200));
+            tokio::select! {
+                biased;
+                Some((id, exit)) = exits.recv() => self.exited(&id, exit),
+                () = sleep_until(end.map_or(next, |end| next.min(end))) => {}
+            }
+        }
+        // Nobody is left behind; not even as a process that nobody asked how it ended.
+        while self.children.join_next().await.is_some() {
+            while let Ok((id, exit)) = exits.try_recv() {
+                self.exited(&id, exit);
+            }
+        }
+        self.report().await;
+        let _ = timeout(PATIENCE, self.of.control.retire(&self.of.name)).await;
+        killed
+    }
+}
+
+/// A process of this machine that has ended.
+fn is_gone(info: &WorkerInfo, here: &str) -> bool {
+    info.host == here && host::is_gone(info.pid, info.birth.as_deref())
+}

@@ -1,0 +1,398 @@
+//! Decides how many workers there should be, of which queues, and what is to be done about it.
+//!
+//! Pure: what is there and what time it is are arguments.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use vedetta_core::Moment;
+
+/// How workers are spread over queues.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Balance {
+    /// Every worker takes all queues.
+    #[default]
+    Simple,
+    /// Each takes one, more of them where more waits; with fewer workers than queues, all take all.
+    Auto,
+}
+
+impl Balance {
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            Self::Simple => "simple",
+            Self::Auto => "auto",
+        }
+    }
+}
+
+/// A queue whose first job has waited for so long needs one worker more than it has.
+const SLOW: Duration = Duration::from_secs(5);
+
+/// Queues, in order, that workers take together; and how many such workers.
+pub(crate) type Posts = BTreeMap<Vec<String>, u32>;
+
+/// What is in a queue.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Load {
+    pub(crate) ready: u64,
+    pub(crate) running: u64,
+    pub(crate) oldest: Duration,
+}
+
+/// Within which it decides.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Bounds {
+    pub(crate) min: u32,
+    pub(crate) max: u32,
+    /// After a change there is no other for so long.
+    pub(crate) cool_down: Duration,
+}
+
+/// How many workers there should be where work is shared by load.
+#[derive(Debug, Default)]
+pub(crate) struct Scale {
+    posts: Posts,
+    changed: Option<Moment>,
+}
+
+impl Scale {
+    /// What there is already.
+    pub(crate) fn adopt(&mut self, posts: Posts) {
+        self.posts = posts;
+    }
+
+    /// As it was last decided.
+    pub(crate) fn posts(&self) -> &Posts {
+        &self.posts
+    }
+
+    /// What there should be. A worker does so many jobs at once.
+    pub(crate) fn decide(
+        &mut self,
+        bounds: Bounds,
+        queues: &[String],
+        loads: &BTreeMap<String, Load>,
+        slots: u32,
+        now: Moment,
+    ) -> &Posts {
+        let have: u32 = self.posts.values().sum();
+        let is_cool = self.changed.is_none_or(|at| now >= at + bounds.cool_down);
+        let is_allowed = (bounds.min..=bounds.max).contains(&have)
+            && self.posts.keys().flatten().all(|queue| queues.contains(queue));
+        if is_cool || !is_allowed {
+            let needs: Vec<u32> =
+                queues.iter().map(|queue| self.need(queue, loads, slots)).collect();
+            // Each queue has one, as soon as there is anything to do.
+            let needed = match needs.iter().max() {
+                None | Some(0) => 0,
+                Some(_) => needs.iter().fold(0_u32, |sum, need| sum.saturating_add(1.max(*need))),
+            };
+            // Up at once, down one by one.
+            let total = if needed < have { have - 1 } else { needed };
+            let posts = spread(total.clamp(bounds.min, bounds.max), queues, &needs);
+            if posts != self.posts {
+                self.posts = posts;
+                self.changed = Some(now);
+            }
+        }
+        &self.posts
+    }
+
+    /// Workers that a queue has use for.
+    fn need(&self, queue: &String, loads: &BTreeMap<String, Load>, slots: u32) -> u32 {
+        let Some(load) = loads.get(queue) else { return 0 };
+        let jobs = load.ready.saturating_add(load.running);
+        let workers = jobs.div_ceil(u64::from(slots.max(1)));
+        let need = u32::try_from(workers).unwrap_or(u32::MAX);
+        if load.ready > 0 && load.oldest >= SLOW {
+            let have = self.posts.iter().filter(|(queues, _)| queues.contains(queue));
+            return need.max(have.map(|(_, count)| *count).sum::<u32>().saturating_add(1));
+        }
+        need
+    }
+}
+
+/// So many workers over queues: each queue has one, and the rest goes where the need is largest for those that
+/// are there.
+fn spread(total: u32, queues: &[String], needs: &[u32]) -> Posts {
+    let count = u32::try_from(queues.len()).unwrap_or(u32::MAX);
+    if total == 0 || count == 0 {
+        return Posts::new();
+    }
+    if total < count || count == 1 {
+        let mut all = queues.to_vec();
+        all.sort();
+        return Posts::from([(all, total)]);
+    }
+    let mut given = vec![1_u32; queues.len()];
+    for _ in count..total {
+        // By need for each worker; among equals, the one with the fewest, then the first.
+        let key = |at: &usize| {
+            let need = f64::from(needs[*at]) / f64::from(given[*at]);
+            (need, std::cmp::Reverse(given[*at]), std::cmp::Reverse(*at))
+        };
+        let most = (0..queues.len())
+            .max_by(|a, b| key(a).partial_cmp(&key(b)).unwrap_or(std::cmp::Ordering::Equal));
+        given[most.unwrap_or(0)] += 1;
+    }
+    queues.iter().map(|queue| vec![queue.clone()]).zip(given).collect()
+}
+
+/// A worker, as far as it matters here.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Hand {
+    pub(crate) id: String,
+    pub(crate) queues: Vec<String>,
+    pub(crate) stage: Stage,
+    /// It is to be replaced.
+    pub(crate) is_old: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Stage {
+    /// Started, and not heard of.
+    Starting,
+    Ready,
+    Stopping,
+    /// Not heard of any more.
+    Silent,
+}
+
+/// What is to be done.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Step {
+    Start(Vec<String>),
+    Stop(String),
+    Kill(String),
+}
+
+/// From what is there to what should be. At most so many are started now.
+pub(crate) fn steps(posts: &Posts, hands: &[Hand], mut starts: u32) -> Vec<Step> {
+    let mut steps = Vec::new();
+    let silent = hands.iter().filter(|hand| hand.stage == Stage::Silent);
+    steps.extend(silent.map(|hand| Step::Kill(hand.id.clone())));
+    let counts = |hand: &&Hand| matches!(hand.stage, Stage::Starting | Stage::Ready);
+    let sets: BTreeSet<&Vec<String>> = posts
+        .iter()
+        .filter(|(_, count)| **count > 0)
+        .map(|(queues, _)| queues)
+        .chain(hands.iter().filter(counts).map(|hand| &hand.queues))
+        .collect();
+    // One at a time is replaced, of all.
+    let mut is_busy = hands.iter().any(|hand| {
+        hand.stage == Stage::Starting || (hand.stage == Stage::Stopping && hand.is_old)
+    });
+    for queues in sets {
+        let want = posts.get(queues).copied().unwrap_or(0) as usize;
+        let mut have: Vec<&Hand> =
+            hands.iter().filter(counts).filter(|hand| hand.queues == *queues).collect();
+        for _ in have.len()..want {
+            if starts > 0 {
+                starts -= 1;
+                steps.push(Step::Start(queues.clone()));
+            }
+        }
+        let old = have.iter().find(|hand| hand.is_old).map(|hand| hand.id.clone());
+        match old {
+            Some(_) if is_busy && have.len() <= want + 1 => {}
+            Some(_) if have.len() == want && want > 0 && starts > 0 => {
+                (starts, is_busy) = (starts - 1, true);
+                steps.push(Step::Start(queues.clone()));
+            }
+            Some(id) if have.len() == want + 1 => {
+                is_busy = true;
+                steps.push(Step::Stop(id));
+            }
+            _ if have.len() > want => {
+                // Those that do not work yet first, then the old, then the last.
+                have.sort_by_key(|hand| (hand.stage != Stage::Starting, !hand.is_old));
+                let surplus = have.len() - want;
+                steps.extend(have.iter().take(surplus).map(|hand| Step::Stop(hand.id.clone())));
+            }
+            _ => {}
+        }
+    }
+    steps
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const COOL: Duration = Duration::from_secs(10);
+
+    fn queues(names: &[&str]) -> Vec<String> {
+        names.iter().map(|name| (*name).to_owned()).collect()
+    }
+
+    fn loads(loads: &[(&str, u64, u64)]) -> BTreeMap<String, Load> {
+        let load = |(name, ready, oldest): &(&str, u64, u64)| {
+            let oldest = Duration::from_secs(*oldest);
+            ((*name).to_owned(), Load { ready: *ready, running: 0, oldest })
+        };
+        loads.iter().map(load).collect()
+    }
+
+    fn posts(posts: &[(&[&str], u32)]) -> Posts {
+        posts.iter().map(|(names, count)| (queues(names), *count)).collect()
+    }
+
+    #[test]
+    fn workers_follow_the_work() {
+        let bounds = Bounds { min: 2, max: 8, cool_down: COOL };
+        let names = queues(&["mail", "media"]);
+        let mut scale = Scale::default();
+        // At which second, what is in mail and in media, and how many workers each of them has then.
+        for (at, mail, media, (of_mail, of_media), why) in [
+            (0, (0, 0), (0, 0), (1, 1), "the least, one each"),
+            (1, (0, 0), (9, 0), (1, 1), "a change was just made"),
+            (10, (0, 0), (9, 0), (1, 5), "nine jobs, two for each worker"),
+            (15, (99, 0), (0, 0), (1, 5), "a change was just made"),
+            (20, (99, 0), (0, 0), (7, 1), "as many as may be, and each queue has one"),
+            (30, (0, 0), (0, 0), (4, 3), "one less, and no need anywhere"),
+            (40, (0, 0), (0, 0), (3, 3), "one less"),
+            (50, (0, 0), (0, 0), (3, 2), "one less"),
+            (60, (2, 0), (0, 0), (3, 1), "one less, where the need is smaller"),
+            (70, (1, 6), (0, 0), (4, 1), "few, but they wait for too long"),
+        ] {
+            let loads = loads(&[("mail", mail.0, mail.1), ("media", media.0, media.1)]);
+            let now = Moment::from_millis(at * 1000);
+            let decided = scale.decide(bounds, &names, &loads, 2, now);
+            let expected = posts(&[(&["mail"], of_mail), (&["media"], of_media)]);
+            assert_eq!(*decided, expected, "at {at} s: {why}");
+        }
+    }
+
+    #[test]
+    fn with_fewer_workers_than_queues_all_take_all() {
+        let bounds = Bounds { min: 1, max: 2, cool_down: COOL };
+        let names = queues(&["c", "a", "b"]);
+        let decided = Scale::default()
+            .decide(bounds, &names, &loads(&[("a", 9, 0)]), 1, Moment::ZERO)
+            .clone();
+        assert_eq!(decided, posts(&[(&["a", "b", "c"], 2)]));
+    }
+
+    fn hand(id: &str, queue: &str, stage: Stage, is_old: bool) -> Hand {
+        Hand { id: id.into(), queues: queues(&[queue]), stage, is_old }
+    }
+
+    #[test]
+    fn what_is_missing_is_started_what_is_too_much_is_stopped_and_the_silent_are_killed() {
+        use Stage::{Ready, Silent, Starting, Stopping};
+        let two = posts(&[(&["a"], 2)]);
+        let start = || Step::Start(queues(&["a"]));
+        let hands = |stages: &[(&str, Stage)]| -> Vec<Hand> {
+            stages.iter().map(|(id, stage)| hand(id, "a", *stage, false)).collect()
+        };
+        assert_eq!(steps(&two, &[], 9), [start(), start()]);
+        assert_eq!(steps(&two, &[], 1), [start()], "no more than allowed");
+        assert_eq!(steps(&two, &hands(&[("1", Ready), ("2", Starting)]), 9), []);
+        let silent = hands(&[("1", Ready), ("2", Silent)]);
+        assert_eq!(steps(&two, &silent, 9), [Step::Kill("2".into()), start()]);
+        let stopping = hands(&[("1", Ready), ("2", Stopping)]);
+        assert_eq!(steps(&two, &stopping, 9), [start()]);
+        let many = hands(&[("1", Ready), ("2", Ready), ("3", Starting)]);
+        assert_eq!(steps(&two, &many, 9), [Step::Stop("3".into())]);
+        let moved = [hand("1", "b", Ready, false), hand("2", "a", Ready, false)];
+        assert_eq!(steps(&two, &moved, 9), [start(), Step::Stop("1".into())]);
+    }
+
+    #[test]
+    fn old_workers_are_replaced_one_at_a_time_and_never_fewer_work() {
+        use Stage::{Ready, Starting, Stopping};
+        let two = posts(&[(&["a"], 2)]);
+        let start = Step::Start(queues(&["a"]));
+        let mut hands = vec![hand("1", "a", Ready, true), hand("2", "a", Ready, true)];
+        assert_eq!(steps(&two, &hands, 9), std::slice::from_ref(&start));
+        hands.push(hand("3", "a", Starting, false));
+        assert_eq!(steps(&two, &hands, 9), [], "it is not there yet");
+        hands[2].stage = Ready;
+        assert_eq!(steps(&two, &hands, 9), [Step::Stop("1".into())]);
+        hands[0].stage = Stopping;
+        assert_eq!(steps(&two, &hands, 9), [], "it still works");
+        hands.remove(0);
+        assert_eq!(steps(&two, &hands, 9), [start]);
+        hands.push(hand("4", "a", Ready, false));
+        assert_eq!(steps(&two, &hands, 9), [Step::Stop("2".into())]);
+        hands.remove(0);
+        assert_eq!(steps(&two, &hands, 9), []);
+    }
+
+    proptest! {
+        #[test]
+        fn never_below_min_above_max_nor_twice_within_the_cool_down(
+            bounds in (0_u32..6, 1_u32..9),
+            count in 1_usize..5,
+            slots in 1_u32..5,
+            times in prop::collection::vec((0_u64..30, prop::collection::vec((0_u64..200, 0_u64..20), 4)), 1..60),
+        ) {
+            let max = bounds.0.max(bounds.1);
+            let bounds = Bounds { min: bounds.0, max, cool_down: COOL };
+            let names = queues(&["a", "b", "c", "d"][..count]);
+            let (mut scale, mut now, mut last) = (Scale::default(), 0, None::<(Moment, Posts)>);
+            for (step, load) in times {
+                now += step;
+                let load: Vec<_> = names.iter().zip(&load).map(|(name, (ready, oldest))| (name.as_str(), *ready, *oldest)).collect();
+                let moment = Moment::from_millis(now * 1000);
+                let posts = scale.decide(bounds, &names, &loads(&load), slots, moment).clone();
+                let total: u32 = posts.values().sum();
+                prop_assert!((bounds.min..=bounds.max).contains(&total), "{total}");
+                if total > 0 {
+                    for name in &names {
+                        prop_assert!(posts.keys().any(|set| set.contains(name)), "{name} is worked");
+                    }
+                }
+                match &last {
+                    Some((_, before)) if *before == posts => {}
+                    Some((at, _)) => {
+                        prop_assert!(moment >= *at + COOL, "changed twice within the cool-down");
+                        last = Some((moment, posts));
+                    }
+                    None => last = Some((moment, posts)),
+                }
+            }
+        }
+
+        #[test]
+        fn following_the_steps_comes_to_rest_at_what_should_be(
+            wanted in prop::collection::btree_map(0_usize..4, 0_u32..5, 0..4),
+            there in prop::collection::vec((0_usize..4, 0_u8..4, any::<bool>()), 0..12),
+        ) {
+            let names = ["a", "b", "c", "d"];
+            let posts: Posts = wanted.iter().map(|(at, count)| (queues(&[names[*at]]), *count)).collect();
+            let stages = [Stage::Starting, Stage::Ready, Stage::Stopping, Stage::Silent];
+            let mut hands: Vec<Hand> = there.iter().enumerate().map(|(id, (at, stage, is_old))| {
+                hand(&id.to_string(), names[*at], stages[usize::from(*stage)], *is_old)
+            }).collect();
+            let mut next = hands.len();
+            for round in 0.. {
+                prop_assert!(round < 100, "it never comes to rest: {hands:?}");
+                let steps = steps(&posts, &hands, 3);
+                // Before the next look, what was begun has ended.
+                hands.retain(|hand| hand.stage != Stage::Stopping);
+                hands.iter_mut().filter(|hand| hand.stage == Stage::Starting).for_each(|hand| hand.stage = Stage::Ready);
+                if steps.is_empty() && hands.iter().all(|hand| hand.stage == Stage::Ready && !hand.is_old) {
+                    break;
+                }
+                for step in steps {
+                    match step {
+                        Step::Start(set) => {
+                            hands.push(Hand { id: next.to_string(), queues: set, stage: Stage::Starting, is_old: false });
+                            next += 1;
+                        }
+                        Step::Stop(id) => hands.iter_mut().filter(|hand| hand.id == id).for_each(|hand| hand.stage = Stage::Stopping),
+                        Step::Kill(id) => hands.retain(|hand| hand.id != id),
+                    }
+                }
+            }
+            for (at, name) in names.iter().enumerate() {
+                let have = hands.iter().filter(|hand| hand.queues == queues(&[name])).count();
+                prop_assert_eq!(have, wanted.get(&at).copied().unwrap_or(0) as usize, "{}", name);
+            }
+        }
+    }
+}

@@ -1,0 +1,254 @@
+//! The fleet as a server knows it, on the embedded file.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tempfile::TempDir;
+use testing::soon;
+use tokio::sync::broadcast;
+use vedetta_db::{Db, Options};
+use vedetta_fleet::bus::{Record, State, TTL, Taken, Wake};
+use vedetta_fleet::roster::{All, RosterError, Status, SupervisorRecord, WorkerRecord};
+use vedetta_fleet::sqlite::{SqliteBus, SqliteRoster};
+use vedetta_fleet::wire::{Beat, Mood, Report};
+use vedetta_fleet::{Bus, BusError, CommandId, Fleet, FleetError, Order, Roster, Target};
+use vedetta_jobs::sqlite::SqliteJobs;
+
+/// Long enough that nothing happens by itself within a test.
+const SLOW: Duration = Duration::from_secs(600);
+
+/// Counts what is asked of it.
+struct Counted<T> {
+    inner: T,
+    asked: Arc<AtomicUsize>,
+}
+
+#[async_trait]
+impl<R: Roster> Roster for Counted<R> {
+    async fn save(
+        &self,
+        workers: &[WorkerRecord],
+        supervisors: &[SupervisorRecord],
+    ) -> Result<(), RosterError> {
+        self.asked.fetch_add(1, Ordering::Relaxed);
+        self.inner.save(workers, supervisors).await
+    }
+
+    async fn all(&self) -> Result<All, RosterError> {
+        self.inner.all().await
+    }
+
+    async fn prune(&self, silent: Duration) -> Result<u64, RosterError> {
+        self.inner.prune(silent).await
+    }
+}
+
+#[async_trait]
+impl<B: Bus> Bus for Counted<B> {
+    async fn put(&self, target: &Target, order: &Order, ttl: Duration) -> Result<Record, BusError> {
+        self.inner.put(target, order, ttl).await
+    }
+
+    async fn take(&self, target: &Target) -> Result<Vec<Taken>, BusError> {
+        self.asked.fetch_add(1, Ordering::Relaxed);
+        self.inner.take(target).await
+    }
+
+    async fn applied(&self, ids: &[CommandId]) -> Result<(), BusError> {
+        self.inner.applied(ids).await
+    }
+
+    async fn command(&self, id: &CommandId) -> Result<Option<Record>, BusError> {
+        self.inner.command(id).await
+    }
+
+    async fn waiting(&self, targets: &[Target]) -> Result<Vec<Target>, BusError> {
+        self.inner.waiting(targets).await
+    }
+
+    fn wakes(&self) -> broadcast::Receiver<Wake> {
+        self.inner.wakes()
+    }
+}
+
+struct World {
+    db: Db,
+    saves: Arc<AtomicUsize>,
+    takes: Arc<AtomicUsize>,
+    fleet: Fleet,
+    _folder: TempDir,
+}
+
+impl World {
+    async fn new(beat: Duration) -> Self {
+        let folder = TempDir::new().unwrap();
+        let mut options = Options::new(folder.path().join("fleet.db"));
+        options.ballast = 0;
+        let schemas = [vedetta_jobs::sqlite::SCHEMA, vedetta_fleet::sqlite::SCHEMA];
+        let db = Db::open(&options, &schemas).unwrap();
+        let (saves, takes) = (Arc::default(), Arc::default());
+        let fleet = open(&db, beat, &saves, &takes).await;
+        Self { db, saves, takes, fleet, _folder: folder }
+    }
+}
+
+/// What a server does when it starts.
+async fn open(
+    db: &Db,
+    beat: Duration,
+    saves: &Arc<AtomicUsize>,
+    takes: &Arc<AtomicUsize>,
+) -> Fleet {
+    let jobs = Arc::new(SqliteJobs::open(db.clone()).await.unwrap());
+    let bus = Counted { inner: SqliteBus::new(db.clone()), asked: Arc::clone(takes) };
+    let roster = Counted { inner: SqliteRoster::new(db.clone()), asked: Arc::clone(saves) };
+    let queues = ["default".to_owned()];
+    Fleet::open(Arc::new(bus), Arc::new(roster), jobs, queues, beat).await.unwrap()
+}
+
+/// Of a worker on a machine that is not this one.
+fn beat() -> Beat {
+    let (host, started) = ("elsewhere".to_owned(), 1);
+    Beat { host, started, birth: None, ..Beat::of_this_process(vec!["default".into()]) }
+}
+
+fn report(instance: &str) -> Report {
+    Report {
+        host: "elsewhere".into(),
+        version: "1".into(),
+        instance: instance.into(),
+        queues: vec!["default".into()],
+        balance: "simple".into(),
+        min: 1,
+        max: 3,
+        wanted: 1,
+        state: Mood::Running,
+        last_exit: None,
+        stderr: None,
+        ended: Vec::new(),
+        done: Vec::new(),
+        depths: false,
+    }
+}
+
+#[tokio::test]
+async fn a_beat_that_says_nothing_new_touches_neither_the_roster_nor_the_bus() {
+    let world = World::new(SLOW).await;
+    let ids: Vec<String> = (0..100).map(|number| format!("w{number}")).collect();
+    for _ in 0..10 {
+        for id in &ids {
+            let heard = world.fleet.heard(id, beat(), false).await.unwrap();
+            assert!(heard.commands.is_empty());
+        }
+    }
+    let counts = || (world.saves.load(Ordering::Relaxed), world.takes.load(Ordering::Relaxed));
+    assert_eq!(counts(), (100, 100), "each once, when it came");
+
+    // What changes is written at once.
+    let paused = Beat { state: Status::Paused, ..beat() };
+    world.fleet.heard("w7", paused, false).await.unwrap();
+    assert_eq!(counts().0, 101);
+    let written = SqliteRoster::new(world.db.clone()).all().await.unwrap();
+    let status = |id: &str| written.workers.iter().find(|worker| worker.id == id).unwrap().status;
+    assert_eq!((status("w7"), status("w8")), (Status::Paused, Status::Running));
+    // The rest together.
+    world.fleet.close().await;
+    assert_eq!(counts().0, 102);
+    world.fleet.close().await;
+    assert_eq!(counts().0, 102, "there is nothing to write");
+}
+
+#[tokio::test]
+async fn a_command_is_pushed_and_handed_out_with_one_beat() {
+    let world = World::new(SLOW).await;
+    let fleet = &world.fleet;
+    let anna = Target::worker("anna");
+    assert!(matches!(fleet.woken(&anna).await, Err(FleetError::NotFound(_))));
+    assert!(matches!(fleet.tell("anna", &Order::Pause, TTL).await, Err(FleetError::NotFound(_))));
+    fleet.heard("anna", beat(), false).await.unwrap();
+    let told = fleet.tell("anna", &Order::Pause, TTL).await.unwrap();
+    soon("a wake-up", fleet.woken(&anna)).await.unwrap();
+    let heard = fleet.heard("anna", beat(), false).await.unwrap();
+    assert_eq!(heard.commands.len(), 1);
+    assert_eq!((&heard.commands[0].id, &heard.commands[0].command), (&told.id, &Order::Pause));
+    assert!(fleet.heard("anna", beat(), false).await.unwrap().commands.is_empty());
+    let done = Beat { done: vec![told.id.clone()], ..beat() };
+    fleet.heard("anna", done, false).await.unwrap();
+    assert_eq!(fleet.command(&told.id.0).await.unwrap().state, State::Applied);
+
+    // Put elsewhere, and no wake-up: a look finds it.
+    let world = World::new(Duration::from_millis(50)).await;
+    world.fleet.heard("anna", beat(), false).await.unwrap();
+    SqliteBus::new(world.db.clone()).put(&anna, &Order::Stop, TTL).await.unwrap();
+    soon("a look", world.fleet.woken(&anna)).await.unwrap();
+    assert_eq!(world.fleet.heard("anna", beat(), false).await.unwrap().commands.len(), 1);
+}
+
+#[tokio::test]
+async fn after_a_restart_those_who_were_there_have_time_to_say_so_again() {
+    let world = World::new(Duration::from_millis(20)).await;
+    let boss = |beat: Beat| Beat { supervisor: Some("boss:there".into()), ..beat };
+    world.fleet.supervised("boss:there", report("a")).await.unwrap();
+    world.fleet.heard("anna", boss(beat()), false).await.unwrap();
+    let status = |fleet: &Fleet| fleet.list().workers[0].status;
+    soon("it is missed", async {
+        while status(&world.fleet) != Status::Silent {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+    let told = world.fleet.supervised("boss:there", report("a")).await.unwrap();
+    assert_eq!(told.workers[0].status, Status::Silent);
+
+    let World { db, saves, takes, fleet, _folder } = world;
+    drop(fleet);
+    let fleet = open(&db, Duration::from_millis(20), &saves, &takes).await;
+    assert_eq!(status(&fleet), Status::Running, "nobody was there to hear it");
+    let told = fleet.supervised("boss:there", report("b")).await.unwrap();
+    assert_eq!(told.workers[0].id, "anna", "so the next supervisor adopts it");
+    let heard = fleet.heard("anna", boss(beat()), false).await.unwrap();
+    assert!(heard.supervisor_seen_ms.is_some_and(|ago| ago < 60_000));
+    let unknown = Beat { supervisor: Some("nobody:there".into()), ..beat() };
+    assert!(fleet.heard("ben", unknown, false).await.unwrap().supervisor_seen_ms.is_some());
+}
+
+#[tokio::test]
+async fn two_processes_are_not_one_supervisor() {
+    let world = World::new(SLOW).await;
+    let fleet = &world.fleet;
+    fleet.supervised("boss:there", report("a")).await.unwrap();
+    let second = fleet.supervised("boss:there", report("b")).await.unwrap_err();
+    assert!(second.to_string().contains("another process"), "{second}");
+    fleet.supervised("boss:there", report("a")).await.unwrap();
+    assert!(fleet.retired("boss:there").await.unwrap());
+    fleet.supervised("boss:there", report("b")).await.unwrap();
+}
+
+#[tokio::test]
+async fn what_cannot_be_is_refused() {
+    let world = World::new(SLOW).await;
+    let fleet = &world.fleet;
+    let invalid = |error: FleetError| assert!(matches!(error, FleetError::Invalid(_)), "{error:?}");
+    let conflict =
+        |error: FleetError| assert!(matches!(error, FleetError::Conflict(_)), "{error:?}");
+    invalid(fleet.heard("a b", beat(), false).await.unwrap_err());
+    let many = vec!["q".to_owned(); 1001];
+    invalid(fleet.heard("a", Beat { queues: many, ..beat() }, false).await.unwrap_err());
+    let long = "x".repeat(256);
+    invalid(fleet.heard("a", Beat { version: long, ..beat() }, false).await.unwrap_err());
+    let silent = Beat { state: Status::Silent, ..beat() };
+    invalid(fleet.heard("a", silent, false).await.unwrap_err());
+    invalid(fleet.start("unheard-of", 1, TTL).await.unwrap_err());
+    invalid(fleet.start("default", 0, TTL).await.unwrap_err());
+    conflict(fleet.start("default", 1, TTL).await.unwrap_err());
+    conflict(fleet.restart(TTL).await.unwrap_err());
+    assert!(fleet.terminate(TTL).await.unwrap().is_empty());
+    fleet.heard("own", beat(), true).await.unwrap();
+    conflict(fleet.tell("own", &Order::Stop, TTL).await.unwrap_err());
+    fleet.tell("own", &Order::Pause, TTL).await.unwrap();
+    fleet.left("own").await.unwrap();
+    conflict(fleet.tell("own", &Order::Pause, TTL).await.unwrap_err());
+    assert!(!fleet.left("nobody").await.unwrap());
+}

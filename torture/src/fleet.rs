@@ -1,0 +1,413 @@
+//! A fleet of worker processes while all that it needs fails: it returns to its size, no job is lost, no
+//! command acts twice or after its time, no process is left behind.
+//!
+//! ```text
+//!  driver ──jobs, commands──► vedetta up: killed, started again ──► workers: killed, frozen
+//!    │ a worker of its own,          │
+//!    │ which notes what it is told   └──► PostgreSQL, Redis: killed, started again
+//!    └──► check ──► violations
+//! ```
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fmt;
+use std::io::{BufRead as _, BufReader};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command as Program, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use clap::ValueEnum;
+use http::Method;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use testing::{postgres, redis};
+use vedetta_jobs::remote::RemoteJobs;
+use vedetta_jobs::{Jobs as _, JobsError, NewJob};
+
+/// What keeps the jobs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Keeper {
+    /// The embedded file.
+    Sqlite,
+    /// A PostgreSQL.
+    Postgres,
+}
+
+/// What brings commands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Bus {
+    /// What keeps the jobs.
+    Same,
+    /// A Redis.
+    Redis,
+}
+
+/// Torture a fleet: its workers, server and databases are killed and frozen under load.
+#[derive(Debug, clap::Args)]
+pub struct Command {
+    /// What keeps the jobs.
+    #[arg(long, default_value = "sqlite")]
+    on: Keeper,
+    /// What brings commands.
+    #[arg(long, default_value = "same")]
+    bus: Bus,
+    /// How long.
+    #[arg(long, default_value_t = 60)]
+    seconds: u64,
+    /// Worker processes.
+    #[arg(long, default_value_t = 4)]
+    workers: usize,
+    /// Decides about faults.
+    #[arg(long, default_value_t = 0x5eed)]
+    seed: u64,
+    /// The program [default: vedetta, beside this one]
+    #[arg(long)]
+    program: Option<PathBuf>,
+}
+
+/// What happened.
+#[derive(Debug, Default)]
+pub struct Report {
+    jobs: usize,
+    commands: usize,
+    obeyed: usize,
+    faults: BTreeMap<&'static str, u64>,
+    /// What cannot be.
+    pub violations: Vec<String>,
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let faults: Vec<String> =
+            self.faults.iter().map(|(what, count)| format!("{count} {what}")).collect();
+        writeln!(f, "{} jobs, {} commands, {} obeyed", self.jobs, self.commands, self.obeyed)?;
+        writeln!(f, "faults: {}", faults.join(", "))?;
+        write!(f, "violations: {}", self.violations.len())?;
+        self.violations.iter().try_for_each(|violation| write!(f, "\n  {violation}"))
+    }
+}
+
+/// Whatever is to come true when all is quiet does within that.
+const QUIET: Duration = Duration::from_secs(90);
+/// How long a command of the driver holds.
+const TTL: Duration = Duration::from_millis(700);
+
+impl Command {
+    /// Runs it, prints what happened, and says whether all was well.
+    pub async fn run(self) -> anyhow::Result<bool> {
+        let beside = || Some(std::env::current_exe().ok()?.with_file_name("vedetta"));
+        let program = self.program.clone().or_else(beside).context("which program?")?;
+        anyhow::ensure!(program.is_file(), "there is no {}: build it first", program.display());
+        let mut world = World::start(&self, program).await?;
+        world.torment(Duration::from_secs(self.seconds)).await?;
+        let report = world.end().await?;
+        println!("{report}");
+        Ok(report.violations.is_empty())
+    }
+}
+
+struct World {
+    folder: TempDir,
+    program: PathBuf,
+    postgres: Option<postgres::Server>,
+    redis: Option<redis::Server>,
+    address: SocketAddr,
+    server: Child,
+    line: RemoteJobs,
+    workers: usize,
+    /// Jobs that were acknowledged.
+    jobs: Vec<u64>,
+    /// Commands for the driver's own worker: when each was asked for, and how often it came.
+    commands: HashMap<String, (Instant, u32)>,
+    report: Report,
+}
+
+impl World {
+    async fn start(setup: &Command, program: PathBuf) -> anyhow::Result<Self> {
+        fastrand::seed(setup.seed);
+        let folder = TempDir::new()?;
+        let (postgres, redis) = (
+            match setup.on {
+                Keeper::Postgres => Some(postgres::Server::start().await),
+                Keeper::Sqlite => None,
+            },
+            match setup.bus {
+                Bus::Redis => Some(redis::Server::start().await),
+                Bus::Same => None,
+            },
+        );
+        let config = format!(
+            "[bus]\npoll = '200ms'\n[queue.default]\ncapacity = 2\nack-wait = '2s'\n\
+             [handler.work]\nmax-attempts = 1000\nrun = ['sh', '-c', 'cat >/dev/null; sleep 0.03']\n\
+             [supervisor.chaos]\nmin = {0}\nmax = {0}\ngrace = '20s'\n",
+            setup.workers
+        );
+        std::fs::write(folder.path().join("vedetta.toml"), config)?;
+        let any = "127.0.0.1:0".parse()?;
+        let (server, address) =
+            up(&program, folder.path(), any, postgres.as_ref(), redis.as_ref())?;
+        let line = RemoteJobs::new(&format!("http://{address}"), None)?;
+        Ok(Self {
+            folder,
+            program,
+            postgres,
+            redis,
+            address,
+            server,
+            line,
+            workers: setup.workers,
+            jobs: Vec::new(),
+            commands: HashMap::new(),
+            report: Report::default(),
+        })
+    }
+
+    async fn torment(&mut self, time: Duration) -> anyhow::Result<()> {
+        let end = Instant::now() + time;
+        let mut fault_at = Instant::now() + Duration::from_secs(2);
+        while Instant::now() < end {
+            self.ask_for_jobs().await;
+            self.command().await;
+            self.obey().await;
+            if Instant::now() >= fault_at {
+                self.fault().await?;
+                fault_at = Instant::now() + Duration::from_millis(fastrand::u64(200..1500));
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        Ok(())
+    }
+
+    /// What is not acknowledged may be there or not.
+    async fn ask_for_jobs(&mut self) {
+        let jobs = vec![NewJob::new("work"); 2];
+        if let Ok(added) = self.line.enqueue(&jobs).await {
+            self.jobs.extend(added.iter().map(|added| added.id.0));
+        }
+    }
+
+    async fn ask(&self, method: Method, path: &str, body: &Value) -> Result<Value, JobsError> {
+        let body = if body.is_null() { Vec::new() } else { body.to_string().into_bytes() };
+        self.line.call(method, &format!("/api/v1{path}"), body).await
+    }
+
+    /// Tells the driver's own worker something, and now and then another.
+    async fn command(&mut self) {
+        let what = if fastrand::bool() { "pause" } else { "resume" };
+        let path = format!("/workers/witness/{what}?ttl_ms={}", TTL.as_millis());
+        let asked = Instant::now();
+        if let Ok(put) = self.ask(Method::POST, &path, &Value::Null).await {
+            let id = put["id"].as_str().unwrap_or_default().to_owned();
+            self.commands.entry(id).or_insert((asked, 0));
+        }
+        if fastrand::u8(..) < 8 {
+            let workers = self.workers().await;
+            if let Some(worker) = fastrand::choice(&workers) {
+                let path = format!("/workers/{}/{what}", worker["id"].as_str().unwrap_or_default());
+                let _ = self.ask(Method::POST, &path, &Value::Null).await;
+            }
+        }
+    }
+
+    /// Beats as a worker in any language does; what it is told must be new, and in time.
+    async fn obey(&mut self) {
+        let beat = json!({"queues": ["default"], "host": "driver", "version": "1"});
+        let asked = Instant::now();
+        let Ok(heard) = self.ask(Method::POST, "/workers/witness/beat", &beat).await else {
+            return;
+        };
+        for command in heard["commands"].as_array().into_iter().flatten() {
+            let left = Duration::from_millis(command["expires_ms"].as_u64().unwrap_or(0));
+            let id = command["id"].as_str().unwrap_or_default().to_owned();
+            // One that was put and whose answer was lost is not known.
+            let (put, count) = self.commands.entry(id.clone()).or_insert((asked, 0));
+            *count += 1;
+            if *count > 1 {
+                self.report.violations.push(format!("the command {id} was handed out again"));
+            }
+            // What the server counts from is a moment after we asked, and has a grain.
+            if asked + left > *put + TTL + Duration::from_millis(500) {
+                self.report.violations.push(format!("the command {id} lives for too long"));
+            }
+            if asked.elapsed() < left {
+                self.report.obeyed += 1;
+                let done = json!({"queues": ["default"], "host": "driver", "done": [id]});
+                let _ = self.ask(Method::POST, "/workers/witness/beat", &done).await;
+            }
+        }
+    }
+
+    async fn workers(&self) -> Vec<Value> {
+        let all = self.ask(Method::GET, "/workers", &Value::Null).await.unwrap_or_default();
+        let all = all["workers"].as_array().cloned().unwrap_or_default();
+        let is_ours = |worker: &Value| worker["id"] != "witness" && worker["status"] != "stopped";
+        all.into_iter().filter(is_ours).collect()
+    }
+
+    async fn fault(&mut self) -> anyhow::Result<()> {
+        let processes: Vec<u32> = self.processes().into_iter().collect();
+        let victim = fastrand::choice(&processes).copied();
+        let what = match (fastrand::u8(0..10), victim) {
+            (0..=2, Some(pid)) => {
+                signal(pid, Signal::KILL);
+                "worker killed"
+            }
+            (3 | 4, Some(pid)) => {
+                signal(pid, Signal::STOP);
+                "worker frozen"
+            }
+            (5 | 6, _) => {
+                self.restart_server()?;
+                "server killed"
+            }
+            (7, _) if self.redis.is_some() => {
+                if let Some(redis) = &mut self.redis {
+                    redis.kill();
+                    tokio::time::sleep(Duration::from_millis(fastrand::u64(0..1000))).await;
+                    redis.start_again().await;
+                }
+                "Redis killed"
+            }
+            (8, _) if self.postgres.is_some() => {
+                if let Some(postgres) = &mut self.postgres {
+                    postgres.kill();
+                    postgres.start_again().await;
+                }
+                "PostgreSQL killed"
+            }
+            _ => {
+                let _ = self.ask(Method::POST, "/workers/restart", &Value::Null).await;
+                "rolling restart"
+            }
+        };
+        *self.report.faults.entry(what).or_default() += 1;
+        Ok(())
+    }
+
+    fn restart_server(&mut self) -> anyhow::Result<()> {
+        self.server.kill()?;
+        self.server.wait()?;
+        let (postgres, redis) = (self.postgres.as_ref(), self.redis.as_ref());
+        let folder = self.folder.path();
+        self.server = up(&self.program, folder, self.address, postgres, redis)?.0;
+        Ok(())
+    }
+
+    /// Worker processes of our server, whoever knows of them.
+    fn processes(&self) -> BTreeSet<u32> {
+        let server = format!("http://{}", self.address);
+        let all = std::fs::read_dir("/proc").into_iter().flatten();
+        let all = all.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+        all.filter(|pid: &u32| {
+            let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            let words: Vec<&[u8]> = line.split(|byte| *byte == 0).collect();
+            words.contains(&&b"worker"[..]) && words.contains(&server.as_bytes())
+        })
+        .collect()
+    }
+
+    /// Waits until all is as it should be.
+    async fn end(mut self) -> anyhow::Result<Report> {
+        let began = Instant::now();
+        let mut last = String::new();
+        while began.elapsed() < QUIET {
+            last = self.unrest().await;
+            if last.is_empty() {
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        if !last.is_empty() {
+            self.report.violations.push(last);
+        }
+        signal(self.server.id(), Signal::TERM);
+        if !self.server.wait()?.success() {
+            self.report.violations.push("the server did not end in good order".into());
+        }
+        let left = self.processes();
+        if !left.is_empty() {
+            self.report.violations.push(format!("processes are left: {left:?}"));
+            left.into_iter().for_each(|pid| signal(pid, Signal::KILL));
+        }
+        (self.report.jobs, self.report.commands) = (self.jobs.len(), self.commands.len());
+        Ok(std::mem::take(&mut self.report))
+    }
+
+    /// What is not yet as it should be; empty if nothing is.
+    async fn unrest(&mut self) -> String {
+        let workers = self.workers().await;
+        for worker in workers.iter().filter(|worker| worker["status"] == "paused") {
+            let path = format!("/workers/{}/resume", worker["id"].as_str().unwrap_or_default());
+            let _ = self.ask(Method::POST, &path, &Value::Null).await;
+        }
+        let running = workers.iter().filter(|worker| worker["status"] == "running");
+        let running: BTreeSet<u32> =
+            running.filter_map(|worker| worker["pid"].as_u64()?.try_into().ok()).collect();
+        let processes = self.processes();
+        if running.len() != self.workers || running != processes {
+            return format!("workers {running:?}, processes {processes:?}");
+        }
+        while let Some(id) = self.jobs.last() {
+            let job = self.ask(Method::GET, &format!("/jobs/{id}"), &Value::Null).await;
+            match job {
+                Ok(job) if job["status"] == "done" => {
+                    self.report.jobs += 1;
+                    self.jobs.pop();
+                }
+                other => return format!("the job {id}: {other:?}"),
+            }
+        }
+        String::new()
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        let _ = self.server.kill();
+        let _ = self.server.wait();
+        self.processes().into_iter().for_each(|pid| signal(pid, Signal::KILL));
+    }
+}
+
+fn signal(pid: u32, signal: Signal) {
+    if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
+        // It may just have ended.
+        let _ = kill_process(pid, signal);
+    }
+}
+
+/// Starts the server; returns when it is ready.
+fn up(
+    program: &Path,
+    folder: &Path,
+    address: SocketAddr,
+    postgres: Option<&postgres::Server>,
+    redis: Option<&redis::Server>,
+) -> anyhow::Result<(Child, SocketAddr)> {
+    let log = std::fs::File::options().append(true).create(true).open(folder.join("log"))?;
+    let mut command = Program::new(program);
+    command.args(["up", "--http", &address.to_string(), "--etcd", "127.0.0.1:0"]);
+    command.current_dir(folder).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
+    if let Some(postgres) = postgres {
+        command.env("VEDETTA_JOBS_URL", postgres.url());
+    }
+    if let Some(redis) = redis {
+        command.env("VEDETTA_BUS_URL", redis.url());
+    }
+    let mut server = command.spawn()?;
+    let out = BufReader::new(server.stdout.take().context("its output")?);
+    let mut at = address;
+    for line in out.lines() {
+        let line = line?;
+        if let Some(page) = line.strip_prefix("page ") {
+            at = page.trim().trim_start_matches("http://").trim_end_matches('/').parse()?;
+        }
+        if line == "ready" {
+            return Ok((server, at));
+        }
+    }
+    let log = std::fs::read_to_string(folder.join("log")).unwrap_or_default();
+    anyhow::bail!("the server did not start:\n{log}")
+}
