@@ -224,6 +224,7 @@ impl Worker {
             room: Arc::clone(&room),
             news: Arc::default(),
             told_at: Mutex::new(None),
+            telling: tokio::sync::Mutex::default(),
             events: events.clone(),
         });
         let pulling = puller.start_within(Arc::clone(&room), Feed(Arc::clone(&line)), Does(line));
@@ -428,6 +429,8 @@ struct Line {
     room: Arc<Room>,
     news: Arc<News>,
     told_at: Mutex<Option<Instant>>,
+    /// What is said of jobs is said in turn: a log that is written twice at once loses lines.
+    telling: tokio::sync::Mutex<()>,
     events: broadcast::Sender<JobEvent>,
 }
 
@@ -510,6 +513,7 @@ impl Queue for Feed {
         let told: Vec<(Claim, Note)> =
             held.iter().map(|held| (held.given.claim, held.notes.take())).collect();
         *self.0.told_at.lock() = Some(Instant::now());
+        let _turn = self.0.telling.lock().await;
         self.0.jobs.keep(&told).await.map_err(|error| {
             for (held, (_, note)) in held.iter().zip(told) {
                 held.notes.put_back(note);
@@ -526,7 +530,8 @@ impl Queue for Feed {
             .filter(|(_, note)| !note.is_empty())
             .collect();
         if !last_words.is_empty() {
-            // Nothing depends on it.
+            // After what was said before. Nothing depends on it.
+            let _turn = self.0.telling.lock().await;
             let _ = self.0.jobs.keep(&last_words).await;
         }
         let fates: Vec<Option<Fate>> =
