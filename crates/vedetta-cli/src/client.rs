@@ -61,7 +61,7 @@ const SILENCE: Duration = Duration::from_secs(45);
 const ANSWER: u64 = 256 << 20;
 
 /// A file in PEM with who may sign a server's certificate, instead of those that are known to all.
-const CA: &str = "VEDETTA_CA";
+pub(crate) const CA: &str = "VEDETTA_CA";
 
 /// Whom to believe that a server is who it says.
 fn tls() -> Result<TlsConfig, ClientError> {

@@ -114,6 +114,8 @@ pub(crate) enum ConfigError {
     Half(&'static str, &'static str),
     #[error("watch.{0}.quiet has {1:?}, which is not in its key-types and so never seen")]
     Quiet(String, String),
+    #[error("handler.{0}: no job of it would be taken: {1}")]
+    Handler(String, String),
     #[error("handler.{0} has both cost and cost-from: give one")]
     TwoCosts(String),
     #[error("handler.{0}.cost-from is set: say what each value costs in [handler.{0}.costs]")]

@@ -11,8 +11,10 @@ use vedetta::fleet::postgres::{PostgresBus, PostgresRoster, SCHEMA};
 use vedetta::fleet::sqlite::{SqliteBus, SqliteRoster};
 use vedetta::fleet::{Bus, Control, Fleet, Roster, Supervising, Supervisor};
 use vedetta::jobs::Ledger;
+use vedetta::jobs::remote::RemoteJobs;
 
-use crate::config::{BusAt, Config};
+use crate::client;
+use crate::config::{BusAt, Config, Own};
 
 /// What keeps the jobs, and so the roster.
 pub(crate) enum Keeper {
@@ -45,14 +47,14 @@ pub(crate) async fn open_fleet(
     Ok(Fleet::open(bus, roster, ledger, queues, config.bus.poll()).await?)
 }
 
-/// Starts the declared supervisors, for workers of the server at this address.
+/// Starts the declared supervisors, for workers of this server.
 pub(crate) fn start_supervisors<C: Control>(
     config: &Config,
-    server: &str,
+    own: &Own,
     file: Option<&Path>,
     control: &Arc<C>,
 ) -> anyhow::Result<Vec<Supervising>> {
-    let declared = config.supervisors(&program()?, server, file);
+    let declared = config.supervisors(&program()?, own, file);
     let start = |(name, settings, hire): (&str, _, _)| {
         Supervisor::new(name, settings, hire, Arc::clone(control) as _).start()
     };
@@ -64,4 +66,14 @@ fn program() -> anyhow::Result<PathBuf> {
     let path = std::env::current_exe().context("cannot tell where this program is")?;
     let text = path.to_string_lossy();
     Ok(text.strip_suffix(" (deleted)").map_or(path.clone(), PathBuf::from))
+}
+
+/// The server at an address, with the token and the authority that the environment says.
+pub(crate) fn remote(server: &str) -> anyhow::Result<RemoteJobs> {
+    let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
+    let token = set("VEDETTA_TOKEN").map(|token| token.to_string_lossy().into_owned());
+    Ok(match set(client::CA) {
+        Some(file) => RemoteJobs::trusting(server, token.as_deref(), Path::new(&file))?,
+        None => RemoteJobs::new(server, token.as_deref())?,
+    })
 }

@@ -103,7 +103,12 @@ impl Ledger for Recorded {
     }
 
     async fn set_mode(&self, queue: &str, mode: Mode) -> Result<(), JobsError> {
-        self.is_here(queue)?;
+        if let Some((stream, _)) = self.streams.get(queue) {
+            let why = "its messages are handed out by NATS, not here";
+            return Err(JobsError::Invalid(format!(
+                "the queue {queue:?} is the stream {stream} of NATS and has no modes: {why}"
+            )));
+        }
         self.ledger.set_mode(queue, mode).await
     }
 

@@ -4,10 +4,9 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use clap::Args;
 use vedetta::fleet::RemoteFleet;
-use vedetta::jobs::remote::RemoteJobs;
 
-use crate::config::{Config, ConfigError};
-use crate::fleet::start_supervisors;
+use crate::config::{Config, ConfigError, Own};
+use crate::fleet::{remote, start_supervisors};
 use crate::up::{LogFormat, Signals, start_logs, stop_supervisors};
 
 /// Keep the workers of the declared supervisors on this machine, for a `vedetta up` elsewhere, until Ctrl-C or SIGTERM
@@ -44,11 +43,10 @@ impl Supervise {
 
     async fn keep(&self, config: &Config) -> anyhow::Result<()> {
         let mut signals = Signals::listen().context("cannot listen for signals")?;
-        let token = std::env::var("VEDETTA_TOKEN").ok().filter(|token| !token.is_empty());
-        let server = RemoteJobs::new(&self.server, token.as_deref())?;
-        let control = Arc::new(RemoteFleet::new(Arc::new(server)));
-        let supervisors =
-            start_supervisors(config, &self.server, self.config.as_deref(), &control)?;
+        let control = Arc::new(RemoteFleet::new(Arc::new(remote(&self.server)?)));
+        // Its workers have the token and the authority of its own environment.
+        let own = Own { url: self.server.clone(), token: None };
+        let supervisors = start_supervisors(config, &own, self.config.as_deref(), &control)?;
         if supervisors.is_empty() {
             return Err(ConfigError::NoSupervisor.into());
         }

@@ -130,7 +130,7 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
         workers.spawn(crew.run(workers_stop.clone(), grace));
     }
     let control = Arc::new(fleet.clone());
-    let supervisors = start_supervisors(config, &server, place.config.as_deref(), &control)?;
+    let supervisors = start_supervisors(config, &own, place.config.as_deref(), &control)?;
     let mut watchers = Vec::new();
     for (name, watch) in &config.watch {
         // Each has a connection of its own: one that is busy does not hold up the others.

@@ -26,7 +26,7 @@ use crate::error::ApiError;
 use crate::guard::{self, Guard};
 use crate::input::JsonBody;
 use crate::json::Json;
-use crate::live::{self, Crew, Live};
+use crate::live::{self, Live};
 use crate::observe::Observed;
 use crate::stages::{self, Stages};
 use crate::{audit, hub, jobs, kv, leases, login, metrics, openapi, page, queues, watch, watchers, workers};
@@ -41,7 +41,6 @@ pub struct Api {
     pub(crate) watchers: BTreeMap<String, Watched>,
     pub(crate) stages: Option<Arc<Stages>>,
     pub(crate) jobs: Option<Arc<Observed>>,
-    pub(crate) crew: Option<Arc<dyn Crew>>,
     pub(crate) fleet: Option<Fleet>,
     pub(crate) kinds: Kinds,
     pub(crate) ending: CancellationToken,
@@ -98,7 +97,6 @@ impl Api {
             watchers: BTreeMap::new(),
             stages: None,
             jobs: None,
-            crew: None,
             fleet: None,
             kinds: Kinds::default(),
             ending: CancellationToken::new(),
@@ -141,13 +139,6 @@ impl Api {
     #[must_use]
     pub fn observed(mut self, jobs: Arc<Observed>) -> Self {
         self.jobs = Some(jobs);
-        self
-    }
-
-    /// The same with somebody who knows the workers.
-    #[must_use]
-    pub fn crew(mut self, crew: Arc<dyn Crew>) -> Self {
-        self.crew = Some(crew);
         self
     }
 
@@ -443,6 +434,8 @@ impl Context {
             watchers: Arc::default(),
             stages: None,
             jobs: None,
+            live: Arc::default(),
+            fleet: None,
             kinds: Arc::default(),
             ending: CancellationToken::new(),
             limits: Arc::default(),

@@ -498,7 +498,7 @@ impl Look<'_> {
                 let name = format!("{} {}", stage["entity"], stage["stage"]);
                 rows.insert((Topic::Stage, name), stage);
             }
-            let workers = self.context.live.workers().await.unwrap_or_default();
+            let workers = self.context.live.workers();
             for worker in workers.into_iter().take(ROWS) {
                 rows.insert((Topic::Worker, worker.id.clone()), json!(worker));
             }

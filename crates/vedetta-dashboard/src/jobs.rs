@@ -246,10 +246,16 @@ pub(crate) async fn retry_matching(
         before = page.next;
         // An empty page was a long search, too.
         looked_at += READ;
-        let each = stream::iter(page.jobs).map(|job| async move { ledger.retry(job.id).await });
-        let changes: Vec<Change> = each.buffer_unordered(AT_ONCE).try_collect().await?;
-        // Others may have been faster.
-        retried += changes.into_iter().map(|change| u64::from(change == Change::Made)).sum::<u64>();
+        let each = stream::iter(page.jobs).map(|job| async move {
+            match ledger.retry(job.id).await {
+                // Others may have been faster, or another waits under its key: on to the next.
+                Ok(change) => Ok(u64::from(change == Change::Made)),
+                Err(JobsError::Invalid(_)) => Ok(0),
+                Err(error) => Err(error),
+            }
+        });
+        let made: Vec<u64> = each.buffer_unordered(AT_ONCE).try_collect().await?;
+        retried += made.into_iter().sum::<u64>();
         if before.is_none() {
             break;
         }

@@ -35,6 +35,5 @@ mod watchers;
 mod workers;
 
 pub use api::{Api, Limits};
-pub use live::{Crew, WorkerRow};
 pub use observe::Observed;
 pub use serve::serve;

@@ -4,11 +4,12 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use async_trait::async_trait;
 use axum::extract::State;
 use axum::response::{IntoResponse as _, Response};
 use serde::Serialize;
 use vedetta_core::JobState;
+use vedetta_fleet::Fleet;
+use vedetta_fleet::wire::WorkerInfo;
 use vedetta_jobs::wire::QueueInfo;
 use vedetta_jobs::{Job, JobId, JobsError, Ledger as _, QueueCounts, status};
 use vedetta_kv::Store;
@@ -27,65 +28,78 @@ use crate::stats::Span;
 #[derive(Default)]
 pub(crate) struct Live {
     pub(crate) observed: Option<Arc<Observed>>,
-    pub(crate) crew: Option<Arc<dyn Crew>>,
+    pub(crate) fleet: Option<Fleet>,
     pub(crate) hub: Hub,
     pub(crate) requests: Requests,
 }
 
-/// Who works, as something that looks after worker processes knows it. Without it those are shown that took
-/// jobs from this server.
-#[async_trait]
-pub trait Crew: Send + Sync + 'static {
-    /// All of them, or why that cannot be told now.
-    async fn workers(&self) -> Result<Vec<WorkerRow>, String>;
-}
-
 /// A worker, for people.
 #[derive(Debug, Clone, Serialize)]
-pub struct WorkerRow {
-    /// Which.
-    pub id: String,
+pub(crate) struct WorkerRow {
+    pub(crate) id: String,
     /// What it works.
-    pub queue: String,
-    /// `running`, `paused`, `stopped` or `silent`.
-    pub status: String,
-    /// Who started it.
+    pub(crate) queue: String,
+    pub(crate) status: &'static str,
+    /// It can be told what to do.
+    pub(crate) beats: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub supervisor: Option<String>,
-    /// Where it is.
+    pub(crate) supervisor: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub host: Option<String>,
-    /// Its process.
+    pub(crate) host: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub pid: Option<u32>,
-    /// How many slots it has.
+    pub(crate) pid: Option<u32>,
+    /// Slots.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub capacity: Option<u32>,
-    /// How many jobs it has.
-    pub jobs: u64,
+    pub(crate) capacity: Option<u32>,
+    pub(crate) jobs: u64,
     /// Its last sign of life was so long ago.
-    pub silent_ms: u64,
+    pub(crate) silent_ms: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) note: Option<String>,
+}
+
+impl From<WorkerInfo> for WorkerRow {
+    fn from(worker: WorkerInfo) -> Self {
+        Self {
+            id: worker.id,
+            queue: worker.queues.join(", "),
+            status: worker.status.word(),
+            beats: true,
+            supervisor: worker.supervisor,
+            host: Some(worker.host),
+            pid: Some(worker.pid),
+            capacity: Some(worker.slots.capacity),
+            jobs: worker.running.len() as u64,
+            silent_ms: worker.seen_ms,
+            note: worker.note,
+        }
+    }
 }
 
 impl Live {
-    /// Who works.
-    pub(crate) async fn workers(&self) -> Result<Vec<WorkerRow>, String> {
-        if let Some(crew) = &self.crew {
-            return crew.workers().await;
+    /// Who works: those that beat, and those that only took jobs from this server in the last minute.
+    pub(crate) fn workers(&self) -> Vec<WorkerRow> {
+        let known = self.fleet.as_ref().map(|fleet| fleet.list().workers).unwrap_or_default();
+        let mut rows: Vec<WorkerRow> = known.into_iter().map(WorkerRow::from).collect();
+        let Some(observed) = &self.observed else { return rows };
+        for seen in observed.workers() {
+            if !rows.iter().any(|row| *row.id == *seen.name) {
+                rows.push(WorkerRow {
+                    id: seen.name.to_string(),
+                    queue: seen.queue.to_string(),
+                    status: "running",
+                    beats: false,
+                    supervisor: None,
+                    host: None,
+                    pid: None,
+                    capacity: Some(seen.capacity),
+                    jobs: seen.holds.into(),
+                    silent_ms: millis(seen.silent),
+                    note: None,
+                });
+            }
         }
-        let Some(observed) = &self.observed else { return Ok(Vec::new()) };
-        let seen = observed.workers().into_iter().map(|seen| WorkerRow {
-            id: seen.name.to_string(),
-            queue: seen.queue.to_string(),
-            status: "running".into(),
-            supervisor: None,
-            host: None,
-            pid: None,
-            capacity: Some(seen.capacity),
-            jobs: seen.holds.into(),
-            silent_ms: millis(seen.silent),
-        });
-        Ok(seen.collect())
+        rows
     }
 
     /// A queue with what its numbers alone do not tell.

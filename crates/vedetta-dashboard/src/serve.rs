@@ -44,7 +44,7 @@ pub async fn serve(listener: TcpListener, api: Api, stop: CancellationToken) {
         watchers: Arc::new(api.watchers),
         stages: api.stages,
         jobs: api.jobs.clone().map(|jobs| jobs as _),
-        live: Arc::new(Live { observed: api.jobs, crew: api.crew, ..Live::default() }),
+        live: Arc::new(Live { observed: api.jobs, fleet: api.fleet.clone(), ..Live::default() }),
         fleet: api.fleet,
         kinds: Arc::new(api.kinds),
         ending: api.ending,

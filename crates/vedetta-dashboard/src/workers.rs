@@ -43,12 +43,12 @@ impl From<FleetError> for ApiError {
     }
 }
 
-fn fleet(context: &Context) -> Result<&Fleet, ApiError> {
+pub(crate) fn fleet(context: &Context) -> Result<&Fleet, ApiError> {
     context.fleet.as_ref().ok_or_else(|| ApiError::not_found("this server keeps no workers"))
 }
 
 /// The worker, supervisor or command named in a path.
-pub(crate) struct Named(String);
+pub(crate) struct Named(pub(crate) String);
 
 impl<S: Send + Sync> FromRequestParts<S> for Named {
     type Rejection = ApiError;

@@ -141,6 +141,18 @@ pub enum Mood {
     Terminated,
 }
 
+impl Mood {
+    /// As it is shown.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Running => "running",
+            Self::Restarting => "restarting",
+            Self::CrashLooping => "crash-looping",
+            Self::Terminated => "terminated",
+        }
+    }
+}
+
 /// A worker that has ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -52,6 +52,7 @@ use crate::job::{
     Claim, DEFAULT_QUEUE, Enqueued, Fate, Given, Job, JobId, JobsError, Json, LONGEST_TEXT, NewJob,
     Note, When, check_name, shortened, tail,
 };
+use crate::kinds::Kinds;
 use crate::monitor::{Monitor, Telling};
 use crate::port::{Jobs, Taken, Wanted};
 
@@ -95,6 +96,8 @@ pub struct Options {
     pub max_ack_pending: NonZeroU32,
     /// What a message is that does not say; without it such a message is put with the dead letters.
     pub default_kind: Option<String>,
+    /// What is known of kinds, for messages that say less.
+    pub kinds: Kinds,
     /// The stream of dead letters; made if there is none.
     pub dead_stream: String,
 }
@@ -113,6 +116,7 @@ impl Options {
             fetch_timeout: Duration::from_secs(2),
             max_ack_pending: capacity,
             default_kind: None,
+            kinds: Kinds::default(),
             dead_stream: format!("{stream}_DEAD"),
         }
     }
@@ -269,6 +273,9 @@ impl JetStream {
             // Its streams are the server's: if it broke down, they come back in time.
             let _ = timeout(ANSWER, intake).await;
         }
+        if let Some(telling) = &self.shared.telling {
+            let _ = timeout(ANSWER, telling.told()).await;
+        }
     }
 }
 
@@ -378,14 +385,21 @@ impl Jobs for JetStream {
             shared.step_back().await;
         }
         let connects = shared.connects();
-        let last_done = ended.iter().rposition(|(_, fate)| matches!(fate, Fate::Done { .. }));
-        let is_early =
-            |at: usize| matches!(ended[at].1, Fate::Done { .. }) && Some(at) != last_done;
-        let early: Vec<usize> = (0..ended.len()).filter(|at| is_early(*at)).collect();
+        // Those that are done; the last of them is confirmed, and with it the others.
+        let mut early: Vec<usize> = {
+            let mut state = shared.state.lock();
+            let is_to_say = |(_, (claim, fate)): &(usize, &(Claim, Fate))| {
+                let held = state.held(*claim);
+                matches!(fate, Fate::Done { .. }) && held.is_some_and(|held| held.settled.is_none())
+            };
+            ended.iter().enumerate().filter(is_to_say).map(|(at, _)| at).collect()
+        };
+        early.pop();
         for at in &early {
             shared.acknowledge(ended[*at].0).await?;
         }
-        let rest = (0..ended.len()).filter(|at| !is_early(*at));
+        let is_early = |at: &usize| early.binary_search(at).is_ok();
+        let rest = (0..ended.len()).filter(|at| !is_early(at));
         let rest = rest.map(async |at| {
             let (claim, fate) = &ended[at];
             shared.settle(*claim, fate, Confirmed::Not).await.map(|settled| (at, settled))
@@ -676,12 +690,16 @@ impl Shared {
                 Settled::Gone
             }
             Fate::Dead { error } => {
-                self.bury(&letter, &Death { reason: "failed", error }).await?;
+                if !self.buries(&letter, &Death { reason: "failed", error }).await? {
+                    return Ok(Settled::Stale);
+                }
                 (step.status, step.error) = (JobState::Dead, Some(error.clone()));
                 Settled::Parked
             }
             Fate::Again { error, .. } if attempt >= most => {
-                self.bury(&letter, &Death { reason: "failed-too-often", error }).await?;
+                if !self.buries(&letter, &Death { reason: "failed-too-often", error }).await? {
+                    return Ok(Settled::Stale);
+                }
                 (step.status, step.error) = (JobState::Dead, Some(error.clone()));
                 Settled::Parked
             }
@@ -703,20 +721,33 @@ impl Shared {
                 Settled::Again(Duration::ZERO)
             }
         };
-        let mut state = self.state.lock();
-        match fate {
-            Fate::Snooze(_) | Fate::Released => state.forgive(letter.sequence),
-            _ if matches!(settled, Settled::Gone | Settled::Parked) => {
-                state.is_over(letter.sequence);
+        {
+            let mut state = self.state.lock();
+            match fate {
+                Fate::Snooze(_) | Fate::Released => state.forgive(letter.sequence),
+                _ if matches!(settled, Settled::Gone | Settled::Parked) => {
+                    state.is_over(letter.sequence);
+                }
+                _ => {}
             }
-            _ => {}
+            if let Some(held) = state.held(claim) {
+                held.settled = Some(settled);
+            }
         }
-        if let Some(held) = state.held(claim) {
-            held.settled = Some(settled);
+        match settled {
+            Settled::Gone | Settled::Parked => self.tell_end(&letter, &step).await,
+            _ => self.tell_of(&letter, &step),
         }
-        drop(state);
-        self.tell_of(&letter, &step);
         Ok(settled)
+    }
+
+    /// The same; one that cannot be stored must not hold up the others, and is delivered again.
+    async fn buries(&self, letter: &Letter, why: &Death<'_>) -> Result<bool, JobsError> {
+        let Err(error) = self.bury(letter, why).await else { return Ok(true) };
+        self.connected()?;
+        let error = vedetta_core::explain(&error);
+        tracing::error!(error, "a dead letter could not be stored; its message comes again");
+        Ok(false)
     }
 
     /// Stores a message with the dead ones, and only then has it delivered no more.
@@ -748,10 +779,12 @@ impl Shared {
             return;
         }
         tracing::warn!(sequence = letter.sequence, why = why.error, "a message is dead");
-        let mut state = self.state.lock();
-        let attempts = state.attempt(letter).saturating_sub(1);
-        state.is_over(letter.sequence);
-        drop(state);
+        let attempts = {
+            let mut state = self.state.lock();
+            let attempts = state.attempt(letter).saturating_sub(1);
+            state.is_over(letter.sequence);
+            attempts
+        };
         let story = Story {
             worker: None,
             started_at: None,
@@ -761,7 +794,7 @@ impl Shared {
         };
         let mut step = Step::of(JobState::Dead, attempts, letter, &story);
         step.error = Some(why.error.to_owned());
-        self.tell_of(letter, &step);
+        self.tell_end(letter, &step).await;
     }
 
     fn tell_of(&self, letter: &Letter, step: &Step) {
@@ -770,17 +803,32 @@ impl Shared {
         }
     }
 
+    /// The same of an end, which must not be left out.
+    async fn tell_end(&self, letter: &Letter, step: &Step) {
+        if let (Some(telling), Ok(asked)) = (&self.telling, &letter.asked) {
+            telling
+                .tell_end(self.told(JobId(letter.sequence), asked, letter.payload(), step))
+                .await;
+        }
+    }
+
     fn tell(&self, id: JobId, asked: &Asked, payload: impl FnOnce() -> Json, step: &Step) {
-        let Some(telling) = &self.telling else { return };
+        if let Some(telling) = &self.telling {
+            telling.tell(self.told(id, asked, payload(), step));
+        }
+    }
+
+    /// What a monitor is told.
+    fn told(&self, id: JobId, asked: &Asked, payload: Json, step: &Step) -> Job {
         let now = SystemTime::now();
         let error = step.error.as_ref().map(|error| shortened(error, LONGEST_TEXT));
-        telling.tell(Job {
+        Job {
             id,
             kind: asked.kind.clone(),
             queue: self.options.queue.clone(),
             connection: format!("nats {}", self.options.stream),
             status: step.status,
-            payload: payload(),
+            payload,
             cost: asked.cost,
             priority: 0,
             attempts: step.attempts,
@@ -799,7 +847,7 @@ impl Shared {
             started_at: step.story.started_at,
             ended_at: step.status.is_over().then_some(now),
             updated_at: now,
-        });
+        }
     }
 }
 

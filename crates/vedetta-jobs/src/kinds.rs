@@ -109,7 +109,7 @@ impl Kinds {
 }
 
 impl Cost {
-    fn of(&self, payload: &RawValue) -> Result<u32, JobsError> {
+    pub(crate) fn of(&self, payload: &RawValue) -> Result<u32, JobsError> {
         let (field, costs) = match self {
             Self::Fixed(cost) => return Ok(*cost),
             Self::From { field, costs } => (field, costs),

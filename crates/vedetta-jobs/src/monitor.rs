@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use async_trait::async_trait;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 
 use crate::job::Job;
 
@@ -13,19 +13,26 @@ const STEPS: usize = 1024;
 /// Steps that are told at once.
 const TOGETHER: usize = 256;
 
+#[derive(Debug)]
+enum Said {
+    Step(Box<Job>),
+    /// All before is to be told.
+    Flush(oneshot::Sender<()>),
+}
+
 /// Is told of each step in the life of a job: asked for, begun, how far it is, and how it ended.
 #[async_trait]
 pub trait Monitor: Send + Sync + 'static {
     /// Jobs, as each is after a step; of one job in the order in which it happened. One call at a time.
-    /// Work never waits for it: when 1024 steps are still to be told, further ones are left out and counted.
-    /// A later step of the same job tells all that the lost one did.
+    /// When 1024 steps are still to be told, further ones are left out and counted, and a later step of the
+    /// same job tells all that they did; but for ends, which wait until they can be told.
     async fn tell(&self, jobs: &[Job]);
 }
 
-/// Tells a monitor, without ever waiting for it.
+/// Tells a monitor, and waits for it with ends only.
 #[derive(Debug)]
 pub(crate) struct Telling {
-    steps: mpsc::Sender<Job>,
+    steps: mpsc::Sender<Said>,
     left_out: AtomicU64,
 }
 
@@ -34,18 +41,45 @@ impl Telling {
     pub(crate) fn to(monitor: Arc<dyn Monitor>) -> Self {
         let (steps, mut inbox) = mpsc::channel(STEPS);
         tokio::spawn(async move {
-            let mut jobs = Vec::with_capacity(TOGETHER);
-            while inbox.recv_many(&mut jobs, TOGETHER).await > 0 {
-                monitor.tell(&jobs).await;
-                jobs.clear();
+            let mut said = Vec::with_capacity(TOGETHER);
+            while inbox.recv_many(&mut said, TOGETHER).await > 0 {
+                let (mut jobs, mut waiting) = (Vec::with_capacity(said.len()), Vec::new());
+                for said in said.drain(..) {
+                    match said {
+                        Said::Step(job) => jobs.push(*job),
+                        Said::Flush(answer) => waiting.push(answer),
+                    }
+                }
+                if !jobs.is_empty() {
+                    monitor.tell(&jobs).await;
+                }
+                for answer in waiting {
+                    let _ = answer.send(());
+                }
             }
         });
         Self { steps, left_out: AtomicU64::new(0) }
     }
 
     pub(crate) fn tell(&self, job: Job) {
-        if self.steps.try_send(job).is_err() && self.left_out.fetch_add(1, Ordering::Relaxed) == 0 {
+        let step = Said::Step(Box::new(job));
+        if self.steps.try_send(step).is_err() && self.left_out.fetch_add(1, Ordering::Relaxed) == 0
+        {
             tracing::warn!("the monitor of a stream does not keep up: steps of jobs are left out");
+        }
+    }
+
+    /// Tells of an end, when there is room for it.
+    pub(crate) async fn tell_end(&self, job: Job) {
+        // At the end nobody listens any more.
+        let _ = self.steps.send(Said::Step(Box::new(job))).await;
+    }
+
+    /// Returns when all is told that was said before.
+    pub(crate) async fn told(&self) {
+        let (answer, told) = oneshot::channel();
+        if self.steps.send(Said::Flush(answer)).await.is_ok() {
+            let _ = told.await;
         }
     }
 

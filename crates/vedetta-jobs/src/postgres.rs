@@ -202,7 +202,8 @@ impl PostgresJobs {
 
     /// Settles a job as done in a transaction of its handler's own, so that what else is done in it happens
     /// once: roll it back if this says no, as then somebody else may have the job. Once it is committed,
-    /// what is said of this claim later changes nothing.
+    /// what is said of this claim later changes nothing. Let it be the last before the commit: until then the
+    /// job is locked and its lease cannot be prolonged.
     pub async fn done_in(
         &self,
         tx: &Transaction<'_>,

@@ -527,8 +527,12 @@ impl Settle {
     pub fn new(claim: Claim, fate: Fate) -> Self {
         let (outcome, error, result, delay) = match fate {
             Fate::Done { result } => (Outcome::Done, None, result, None),
-            Fate::Again { after, error } => (Outcome::Again, Some(error), None, Some(after)),
-            Fate::Dead { error } => (Outcome::Dead, Some(error), None, None),
+            Fate::Again { after, error } => {
+                (Outcome::Again, Some(shortened(&error, LONGEST_TEXT)), None, Some(after))
+            }
+            Fate::Dead { error } => {
+                (Outcome::Dead, Some(shortened(&error, LONGEST_TEXT)), None, None)
+            }
             Fate::Snooze(after) => (Outcome::Snooze, None, None, Some(after)),
             Fate::Released => (Outcome::Released, None, None, None),
         };

@@ -281,8 +281,12 @@ impl Worker {
             room: Arc::clone(&room),
             news: Arc::default(),
             told_at: Mutex::new(None),
+<<<<<<< HEAD
             pace: Mutex::default(),
             running: Arc::clone(&running),
+=======
+            telling: tokio::sync::Mutex::default(),
+>>>>>>> main
             events: events.clone(),
         });
         let pulling = puller.start_within(&room, Feed(Arc::clone(&line)), Does(line));
@@ -493,8 +497,13 @@ struct Line {
     room: Arc<Room>,
     news: Arc<News>,
     told_at: Mutex<Option<Instant>>,
+<<<<<<< HEAD
     pace: Mutex<Pace>,
     running: Arc<Mutex<BTreeSet<JobId>>>,
+=======
+    /// What is said of jobs is said in turn: a log that is written twice at once loses lines.
+    telling: tokio::sync::Mutex<()>,
+>>>>>>> main
     events: broadcast::Sender<JobEvent>,
 }
 
@@ -608,6 +617,7 @@ impl Queue for Feed {
         let told: Vec<(Claim, Note)> =
             held.iter().map(|held| (held.given.claim, held.notes.take())).collect();
         *self.0.told_at.lock() = Some(Instant::now());
+        let _turn = self.0.telling.lock().await;
         self.0.jobs.keep(&told).await.map_err(|error| {
             for (held, (_, note)) in held.iter().zip(told) {
                 held.notes.put_back(note);
@@ -624,7 +634,8 @@ impl Queue for Feed {
             .filter(|(_, note)| !note.is_empty())
             .collect();
         if !last_words.is_empty() {
-            // Nothing depends on it.
+            // After what was said before. Nothing depends on it.
+            let _turn = self.0.telling.lock().await;
             let _ = self.0.jobs.keep(&last_words).await;
         }
         let fates: Vec<Option<Fate>> =

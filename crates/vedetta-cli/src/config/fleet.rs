@@ -12,7 +12,7 @@ use vedetta::fleet::{Balance, Hire, Settings};
 
 use super::jobs::JobName;
 use super::watch::Time;
-use super::{Config, ConfigError, Size};
+use super::{Config, ConfigError, Own, Size};
 
 /// Instead of `bus.url`.
 const BUS_URL: &str = "VEDETTA_BUS_URL";
@@ -113,8 +113,8 @@ impl Supervisor {
         }
     }
 
-    fn hire(&self, program: PathBuf, server: &str, config: Option<&Path>) -> Hire {
-        let mut arguments: Vec<OsString> = vec!["--server".into(), server.into()];
+    fn hire(&self, program: PathBuf, own: &Own, config: Option<&Path>) -> Hire {
+        let mut arguments: Vec<OsString> = vec!["--server".into(), own.url.as_str().into()];
         if let Some(file) = config {
             arguments.extend(["--config".into(), file.into()]);
         }
@@ -131,7 +131,8 @@ impl Supervisor {
                 arguments.extend([option.into(), value.into()]);
             }
         }
-        Hire { program, arguments, variables: Vec::new() }
+        let token = own.token.as_ref().map(|token| ("VEDETTA_TOKEN".into(), token.reveal().into()));
+        Hire { program, arguments, variables: token.into_iter().collect() }
     }
 }
 
@@ -164,11 +165,11 @@ impl Config {
     pub(crate) fn supervisors(
         &self,
         program: &Path,
-        server: &str,
+        own: &Own,
         config: Option<&Path>,
     ) -> Vec<(&str, Settings, Hire)> {
         let each = self.supervisor.iter().map(|(name, table)| {
-            let hire = table.hire(program.to_owned(), server, config);
+            let hire = table.hire(program.to_owned(), own, config);
             (name.0.as_str(), table.settings(self), hire)
         });
         // One without queues has nothing to do.

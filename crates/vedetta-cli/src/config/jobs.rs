@@ -7,8 +7,8 @@ use std::time::Duration;
 use serde::Deserialize;
 use vedetta::jobs::jetstream::Options;
 use vedetta::jobs::{
-    Asked, Cost, DEFAULT_QUEUE, Every, JobsError, Kind, Kinds, LEASE, Periodic, Retention, When,
-    Worker, check_name,
+    Asked, Cost, DEFAULT_QUEUE, Every, JobsError, Kind, Kinds, LEASE, NewJob, Periodic, Retention,
+    When, Worker, check_name,
 };
 use vedetta::runtime::Command;
 
@@ -108,12 +108,17 @@ impl Handler {
     }
 
     fn kind(&self, kind: &str) -> Result<Kind, ConfigError> {
-        Ok(Kind {
-            queue: self.queue().into(),
-            cost: self.cost(kind)?,
-            max_attempts: self.max_attempts.map_or(5, NonZeroU32::get),
-            timeout: self.timeout.map(|time| time.0),
-        })
+        let cost = self.cost(kind)?;
+        let dearest = match &cost {
+            Cost::Fixed(cost) => *cost,
+            Cost::From { costs, .. } => costs.values().copied().max().unwrap_or(1),
+        };
+        let max_attempts = self.max_attempts.map_or(5, NonZeroU32::get);
+        let timeout = self.timeout.map(|time| time.0);
+        // What every job would be refused for.
+        let job = NewJob { cost: dearest, max_attempts, timeout, ..NewJob::new(kind) };
+        job.check().map_err(|error| ConfigError::Handler(kind.into(), error.to_string()))?;
+        Ok(Kind { queue: self.queue().into(), cost, max_attempts, timeout })
     }
 }
 
@@ -197,8 +202,19 @@ impl Config {
             let worker = workers.remove(queue).unwrap_or_else(|| self.worker(queue));
             let Run { program, arguments } = handler.run.clone();
             // How long it may take is the worker's to say.
+<<<<<<< HEAD
             let command = own.tell(Command::new(program, arguments, LONGEST));
             workers.insert(queue, worker.command(&kind.0, command));
+=======
+            let command = Command::new(program, arguments, LONGEST);
+            let command = command.variable("VEDETTA_SERVER", server);
+            let worker = worker.command(&kind.0, command);
+            let worker = match handler.timeout {
+                Some(timeout) => worker.timeout(&kind.0, timeout.0),
+                None => worker,
+            };
+            workers.insert(queue, worker);
+>>>>>>> main
         }
         workers
     }
@@ -211,6 +227,7 @@ impl Config {
             let mut options =
                 Options::new(&nats.stream, &nats.subject, &nats.durable, queue.slots());
             options.queue.clone_from(&name.0);
+            options.kinds = self.kinds()?;
             options.ack_wait = queue.lease();
             options.heartbeat = queue.heartbeat();
             options.fetch_batch = queue.fetch_batch.unwrap_or(options.fetch_batch);

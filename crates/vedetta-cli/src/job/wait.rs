@@ -61,7 +61,8 @@ pub(super) fn wait(
         match client.get(&path(job.id)) {
             Ok(now) => (*job, heard) = (now, Instant::now()),
             // It may be on its way back.
-            Err(ClientError::Unreachable { .. }) if heard.elapsed() < AWAY => {}
+            Err(ClientError::Unreachable { .. } | ClientError::Refused { status: 503, .. })
+                if heard.elapsed() < AWAY => {}
             Err(error) => return Err(error.into()),
         }
     }

@@ -8,11 +8,11 @@ use clap::Args;
 use tokio_util::sync::CancellationToken;
 use vedetta::fleet::{Crew, Ending, RemoteFleet};
 use vedetta::jobs::Worker;
-use vedetta::jobs::remote::RemoteJobs;
 use vedetta::runtime::Room;
 
 use super::time;
-use crate::config::{Config, Size};
+use crate::config::{Config, Own, Size};
+use crate::fleet::remote;
 use crate::up::{LogFormat, Signals, start_logs};
 
 /// Work queues of a server with the declared handlers, in this process, until it is told to stop
@@ -76,14 +76,14 @@ impl Run {
 
     async fn work(self, config: &Config, server: &str) -> anyhow::Result<()> {
         let mut signals = Signals::listen().context("cannot listen for signals")?;
-        let token = std::env::var("VEDETTA_TOKEN").ok().filter(|token| !token.is_empty());
-        let jobs = Arc::new(RemoteJobs::new(server, token.as_deref())?);
+        let jobs = Arc::new(remote(server)?);
         let id = self.id.clone();
         let id = id.unwrap_or_else(|| {
             format!("{}-{:08x}", vedetta::fleet::host_name(), std::process::id())
         });
         let queues = config.worked(&self.queues);
-        let workers = config.workers(server);
+        // Commands have the token of our own environment.
+        let workers = config.workers(&Own { url: server.to_owned(), token: None });
         let workers: Vec<Worker> = workers
             .into_iter()
             .filter(|(queue, _)| queues.iter().any(|asked| asked == queue))

@@ -7,6 +7,8 @@ use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use serde_json::json;
 use vedetta_core::JobState;
+use vedetta_fleet::Order;
+use vedetta_fleet::bus::TTL;
 use vedetta_jobs::wire::Which;
 use vedetta_jobs::{Mode, status};
 
@@ -17,6 +19,7 @@ use crate::input::Query;
 use crate::jobs::{JobPath, ledger, made, retry_matching};
 use crate::json::Json;
 use crate::queues::QueuePath;
+use crate::workers::{Named, fleet};
 use crate::{stages, watchers};
 
 /// Bytes of a form.
@@ -88,6 +91,13 @@ pub(super) fn notice(said: &str) -> Option<String> {
         ("paused", None) => "The queue is paused.".into(),
         ("resumed", None) => "The queue is open.".into(),
         ("draining", None) => "The queue takes nothing new on.".into(),
+        ("started", Some(1)) => "1 worker was asked for.".into(),
+        ("started", Some(count)) => format!("{count} workers were asked for."),
+        ("pause", None) => "The worker is told to pause.".into(),
+        ("resume", None) => "The worker is told to go on.".into(),
+        ("stop", None) => "The worker is told to finish what it has, and stop.".into(),
+        ("restart", None) => "All workers are replaced, one after the other.".into(),
+        ("terminate", None) => "All workers are told to finish what they have, and stop.".into(),
         ("record", None) => "The record is to be tried again.".into(),
         ("resynced", Some(count)) => format!("{count} ids are to be run again."),
         _ => return None,
@@ -257,4 +267,51 @@ mod tests {
             assert_eq!(notice(said), None, "{said}");
         }
     }
+}
+
+type Worker = Result<Named, ApiError>;
+
+async fn steer(context: &Context, worker: Worker, order: Order) -> Result<String, ApiError> {
+    let Named(id) = worker?;
+    fleet(context)?.tell(&id, &order, TTL).await?;
+    Ok(order.word().to_owned())
+}
+
+pub(super) async fn stop_worker(context: State<Context>, worker: Worker, form: Form) -> Response {
+    let done = steer(&context, worker, Order::Stop).await;
+    form.answer(done)
+}
+
+pub(super) async fn pause_worker(context: State<Context>, worker: Worker, form: Form) -> Response {
+    let done = steer(&context, worker, Order::Pause).await;
+    form.answer(done)
+}
+
+pub(super) async fn resume_worker(context: State<Context>, worker: Worker, form: Form) -> Response {
+    let done = steer(&context, worker, Order::Resume).await;
+    form.answer(done)
+}
+
+pub(super) async fn start_workers(State(context): State<Context>, mut form: Form) -> Response {
+    let (queue, count) = (form.fields.text("queue"), form.fields.number("count"));
+    let done = async {
+        let queue = queue?.ok_or_else(|| ApiError::invalid("a queue is to be said"))?;
+        let count = u32::try_from(count?.unwrap_or(1)).unwrap_or(u32::MAX);
+        fleet(&context)?.start(&queue, count, TTL).await?;
+        Ok(format!("started-{count}"))
+    };
+    let done = done.await;
+    form.answer(done)
+}
+
+pub(super) async fn restart_workers(State(context): State<Context>, form: Form) -> Response {
+    let done = async { Ok(fleet(&context)?.restart(TTL).await?) };
+    let done = done.await;
+    form.answer(done.map(|_| "restart".into()))
+}
+
+pub(super) async fn terminate_workers(State(context): State<Context>, form: Form) -> Response {
+    let done = async { Ok(fleet(&context)?.terminate(TTL).await?) };
+    let done = done.await;
+    form.answer(done.map(|_| "terminate".into()))
 }

@@ -1,13 +1,13 @@
-//! Who works.
+//! Who works, and who keeps them.
 
 use std::time::Duration;
 
 use axum::extract::State;
-use axum::http::StatusCode;
 use axum::response::Response;
 use maud::{Markup, html};
+use vedetta_fleet::wire::{ReportInfo, SupervisorInfo};
 
-use super::parts::{self, empty, number, part, span};
+use super::parts::{self, action, careful, empty, hidden, number, part, span, visible};
 use super::{Tab, Visit};
 use crate::api::Context;
 use crate::error::ApiError;
@@ -15,23 +15,31 @@ use crate::input::Query;
 use crate::live::WorkerRow;
 
 pub(super) async fn page(State(context): State<Context>, visit: Visit, query: Query) -> Response {
-    let body = body(&context, query).await;
+    let body = body(&context, &visit, query);
     visit.show(Tab::Workers, "Workers", body)
 }
 
-async fn body(context: &Context, mut query: Query) -> Result<Markup, ApiError> {
+fn body(context: &Context, visit: &Visit, mut query: Query) -> Result<Markup, ApiError> {
     query.bytes("said");
     query.end()?;
-    let workers = context.live.workers().await.map_err(|why| {
-        ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "unavailable", why).hint("try again")
-    })?;
-    if workers.is_empty() {
-        return Ok(empty(
-            "Nobody has taken a job from this server in the last minute.",
-            "Declare a command in vedetta.toml and start vedetta up again, or take jobs over HTTP:",
-            "[handler.hello]\nrun = [\"./hello.sh\"]",
-        ));
-    }
+    let workers = context.live.workers();
+    let supervisors = context.fleet.as_ref().map(|fleet| fleet.list().supervisors);
+    let supervisors = supervisors.unwrap_or_default();
+    Ok(html! {
+        @if workers.is_empty() { (none()) } @else { (table(visit, &workers)) }
+        @if !supervisors.is_empty() { (kept(visit, &supervisors)) }
+    })
+}
+
+fn none() -> Markup {
+    empty(
+        "Nobody works here.",
+        "Declare a command in vedetta.toml and start vedetta up again, or take jobs over HTTP:",
+        "[handler.hello]\nrun = [\"./hello.sh\"]",
+    )
+}
+
+fn table(visit: &Visit, workers: &[WorkerRow]) -> Markup {
     let heads = [
         ("Worker", false),
         ("Queue", false),
@@ -41,16 +49,74 @@ async fn body(context: &Context, mut query: Query) -> Result<Markup, ApiError> {
         ("Last heard of", true),
         ("Process", false),
         ("Supervisor", false),
+        ("", false),
     ];
-    let body = html! { tbody #workers { @for worker in &workers { (row(Some(worker))) } } };
-    Ok(html! {
-        @if context.live.crew.is_none() { p.muted { "Who took jobs from this server in the last minute." } }
+    let body = html! {
+        tbody #workers { @for worker in workers { (row(visit, Some(worker))) } }
+    };
+    html! {
         (parts::table("Workers", &heads, &body))
-        template #worker-row { (row(None)) }
-    })
+        template #worker-row { (row(visit, None)) }
+    }
 }
 
-fn row(worker: Option<&WorkerRow>) -> Markup {
+/// Those who keep workers, and what they can be asked for.
+fn kept(visit: &Visit, supervisors: &[SupervisorInfo]) -> Markup {
+    let heads = [
+        ("Supervisor", false),
+        ("State", false),
+        ("Queues", false),
+        ("Balance", false),
+        ("Wanted", true),
+        ("Of", true),
+        ("Last failure", false),
+    ];
+    let reports = || supervisors.iter().filter_map(|one| one.report.as_ref());
+    let mut queues: Vec<&str> =
+        reports().flat_map(|report| &report.queues).map(String::as_str).collect();
+    queues.sort_unstable();
+    queues.dedup();
+    let body = html! { tbody { @for one in supervisors { (supervisor(one)) } } };
+    html! {
+        section aria-labelledby="kept-head" {
+            h2 #kept-head { "Supervisors" }
+            (parts::table("Supervisors", &heads, &body))
+            form.start method="post" action="/workers/start" {
+                (hidden(visit, &visit.here))
+                label { "Queue " select name="queue" { @for queue in &queues { option { (queue) } } } }
+                label { "Workers " input name="count" type="number" min="1" max="100" value="1" required; }
+                button { "Start" }
+            }
+            div.actions {
+                (action(visit, &visit.here, "/workers/restart", "Restart", "all workers, one after the other"))
+                (careful(visit, &visit.here, "/workers/terminate", "Terminate", "all workers"))
+            }
+        }
+    }
+}
+
+fn supervisor(one: &SupervisorInfo) -> Markup {
+    let of = |what: fn(&ReportInfo) -> String| one.report.as_ref().map(what).unwrap_or_default();
+    let state = of(|report| report.state.word().to_owned());
+    let failure = one.report.as_ref().and_then(|report| {
+        let exit = report.last_exit.as_deref()?;
+        let said = report.stderr.as_deref().unwrap_or_default();
+        Some(format!("{exit}\n{said}"))
+    });
+    html! {
+        tr {
+            td.name { (one.name) " on " (one.host) }
+            td { span.badge data-s=(state) { (state) } }
+            td.name { (of(|report| report.queues.join(", "))) }
+            td { (of(|report| report.balance.clone())) }
+            td.number { (of(|report| report.wanted.to_string())) }
+            td.number { (of(|report| format!("{} to {}", report.min, report.max))) }
+            td.long { (visible(&failure.unwrap_or_default())) }
+        }
+    }
+}
+
+fn row(visit: &Visit, worker: Option<&WorkerRow>) -> Markup {
     let text = |of: fn(&WorkerRow) -> Option<&str>| worker.and_then(of).unwrap_or_default();
     let silent = worker.map(|worker| span(Duration::from_millis(worker.silent_ms)));
     let process =
@@ -58,13 +124,28 @@ fn row(worker: Option<&WorkerRow>) -> Markup {
     html! {
         tr data-worker=(text(|worker| Some(&worker.id))) {
             td.name data-f="id" { (text(|worker| Some(&worker.id))) }
-            td.name { a data-f="queue" data-b="queue" href=(format!("/jobs?queue={}", part(text(|worker| Some(&worker.queue))))) { (text(|worker| Some(&worker.queue))) } }
-            td { span.badge data-f="status" data-b="plain" data-s=(text(|worker| Some(&worker.status))) { (text(|worker| Some(&worker.status))) } }
+            td.name data-f="queue" { (text(|worker| Some(&worker.queue))) }
+            td { span.badge data-f="status" data-b="plain" data-s=(text(|worker| Some(worker.status))) { (text(|worker| Some(worker.status))) } }
             td.number data-f="jobs" data-b="number" { (worker.map(|worker| number(worker.jobs)).unwrap_or_default()) }
             td.number data-f="capacity" data-b="number" { (worker.and_then(|worker| worker.capacity).map(|slots| number(slots.into())).unwrap_or_default()) }
             td.number data-f="silent_ms" data-b="ms" { (silent.unwrap_or_default()) }
             td { (process.unwrap_or_default()) }
             td data-f="supervisor" { (text(|worker| worker.supervisor.as_deref())) }
+            td.actions {
+                @if let Some(worker) = worker.filter(|worker| worker.beats) { (steering(visit, worker)) }
+            }
         }
+    }
+}
+
+/// What a worker can be told, as it stands now.
+fn steering(visit: &Visit, worker: &WorkerRow) -> Markup {
+    let (back, what) = (&visit.here, format!("worker {}", worker.id));
+    let to = |verb: &str| format!("/workers/{}/{verb}", part(&worker.id));
+    let (runs, is_paused) = (worker.status == "running", worker.status == "paused");
+    html! {
+        div data-when="running" hidden[!runs] { (action(visit, back, &to("pause"), "Pause", &what)) }
+        div data-when="paused" hidden[!is_paused] { (action(visit, back, &to("resume"), "Resume", &what)) }
+        div data-when="running paused" hidden[!(runs || is_paused)] { (careful(visit, back, &to("stop"), "Stop", &what)) }
     }
 }

@@ -1,10 +1,7 @@
 //! The pages as they come over the wire, without a browser: what they show, and what their forms do.
 
-use std::sync::Arc;
 
-use async_trait::async_trait;
 use serde_json::json;
-use vedetta_dashboard::{Crew, WorkerRow};
 use vedetta_jobs::{Fate, Jobs as _, Ledger as _, Mode, NewJob, Wanted};
 use vedetta_kv::Put;
 
@@ -312,43 +309,11 @@ async fn what_people_write_is_shown_and_never_obeyed() {
     server.end().await;
 }
 
-/// Knows one worker, or cannot tell.
-struct One(Result<(), &'static str>);
-
-#[async_trait]
-impl Crew for One {
-    async fn workers(&self) -> Result<Vec<WorkerRow>, String> {
-        self.0?;
-        Ok(vec![WorkerRow {
-            id: HOSTILE.into(),
-            queue: "mail".into(),
-            status: "paused".into(),
-            supervisor: Some("default".into()),
-            host: Some("anna".into()),
-            pid: Some(4711),
-            capacity: None,
-            jobs: 2,
-            silent_ms: 1_200,
-        }])
-    }
-}
-
 #[tokio::test]
-async fn workers_are_those_that_took_jobs_or_whom_the_crew_knows() {
+async fn workers_are_those_that_took_jobs() {
     let server = Server::start().await;
     server.post("/queues/mail/take", json!({"worker": "berta", "capacity": 3})).await;
     let page = server.get("/workers").await.body;
-    assert!(page.contains("berta") && page.contains("in the last minute"), "{page}");
-    let server = server.serve_as(|api| api.crew(Arc::new(One(Ok(()))))).await;
-    let page = server.get("/workers").await.body;
-    assert!(
-        page.contains("4711 on anna") && page.contains("paused") && page.contains("&lt;img"),
-        "{page}"
-    );
-    assert!(!page.contains("<img src=x") && !page.contains("berta"));
-    let server = server.serve_as(|api| api.crew(Arc::new(One(Err("the bus is away"))))).await;
-    let page = server.get("/workers").await;
-    assert_eq!(page.status, 503);
-    assert!(page.body.contains("the bus is away"));
+    assert!(page.contains("berta"), "{page}");
     server.end().await;
 }

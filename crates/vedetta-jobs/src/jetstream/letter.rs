@@ -45,22 +45,34 @@ impl Asked {
         Self { kind, cost, max_attempts, timeout, tags }
     }
 
-    fn read(headers: Option<&HeaderMap>, options: &Options) -> Result<Self, String> {
+    fn read(
+        headers: Option<&HeaderMap>,
+        payload: impl FnOnce() -> Json,
+        options: &Options,
+    ) -> Result<Self, String> {
         let header = |name: &str| headers?.get_last(name).map(async_nats::HeaderValue::as_str);
         let Some(kind) = header(KIND).or(options.default_kind.as_deref()) else {
             return Err(format!("it has no header {KIND}, and there is no default kind"));
         };
         check_name("kind", kind).map_err(|error| error.to_string())?;
+        // What the message does not say, its kind does.
+        let known = options.kinds.0.get(kind);
+        let cost = match (number(COST, header(COST))?, known) {
+            (Some(cost), _) => cost,
+            (None, Some(known)) => known.cost.of(&payload()).map_err(|error| error.to_string())?,
+            (None, None) => 1,
+        };
+        let attempts = number(MAX_ATTEMPTS, header(MAX_ATTEMPTS))?;
         let mut tags = header(TAGS).into_iter().flat_map(|tags| tags.split(','));
         let timeout = |text: &str| humantime::parse_duration(text).ok().filter(|t| !t.is_zero());
         let timeout = match header(TIMEOUT) {
-            None => None,
+            None => known.and_then(|known| known.timeout),
             Some(text) => Some(timeout(text).ok_or_else(|| wrong(TIMEOUT, text))?),
         };
         Ok(Self {
             kind: kind.to_owned(),
-            cost: number(COST, header(COST))?.unwrap_or(1),
-            max_attempts: number(MAX_ATTEMPTS, header(MAX_ATTEMPTS))?.unwrap_or(5),
+            cost,
+            max_attempts: attempts.or(known.map(|known| known.max_attempts)).unwrap_or(5),
             timeout,
             tags: tags
                 .by_ref()
@@ -126,21 +138,13 @@ impl Letter {
         let published = SystemTime::from(info.published);
         let message = Message::from(message);
         let reply = message.reply.clone()?;
-        let asked = Asked::read(message.headers.as_ref(), options);
+        let asked = Asked::read(message.headers.as_ref(), || payload(&message.payload), options);
         Some(Self { message, reply, sequence, delivery, delivered, published, asked })
     }
 
     /// What its handler is given: its JSON, or its text as JSON, or else its bytes.
     pub(super) fn payload(&self) -> Json {
-        let body = &self.message.payload;
-        if let Ok(json) = serde_json::from_slice::<Box<RawValue>>(body) {
-            return json;
-        }
-        let json = match std::str::from_utf8(body) {
-            Ok(text) => to_raw_value(text),
-            Err(_) => to_raw_value(&serde_json::json!({ "base64": BASE64_STANDARD.encode(body) })),
-        };
-        json.expect("a text is JSON")
+        payload(&self.message.payload)
     }
 
     /// The same message, for the dead letters, with all that it had and why it is there. Published again
@@ -181,6 +185,17 @@ impl Letter {
         let id = format!("{}-{}-{}", options.stream, self.sequence, at.as_nanos());
         PublishMessage::build().payload(payload).headers(headers).message_id(id)
     }
+}
+
+fn payload(body: &[u8]) -> Json {
+    if let Ok(json) = serde_json::from_slice::<Box<RawValue>>(body) {
+        return json;
+    }
+    let json = match std::str::from_utf8(body) {
+        Ok(text) => to_raw_value(text),
+        Err(_) => to_raw_value(&serde_json::json!({ "base64": BASE64_STANDARD.encode(body) })),
+    };
+    json.expect("a text is JSON")
 }
 
 /// Why a message is put with the dead ones.

@@ -9,7 +9,7 @@ use vedetta_db::postgres::tokio_postgres::Error;
 use vedetta_db::postgres::tokio_postgres::types::ToSql;
 use vedetta_db::postgres::{Client, GenericClient, PostgresError, Transaction};
 
-use super::{Desk, micros, since_epoch, tell};
+use super::{Desk, TELL, micros, since_epoch, tell};
 use crate::job::{Enqueued, JobId, JobsError, NewJob, When};
 
 /// Who asks for more at once has a statement of their own.
@@ -214,7 +214,11 @@ impl Desk {
             queues.insert(name, queue);
         }
         let names: Vec<&str> = queues.keys().copied().collect();
-        // Sent together, done one after the other: others hear of what is committed.
+        // Sent together, done one after the other: others hear of what is committed. Prepared before, so that
+        // none of the two has to wait.
+        let is_keyed = jobs.iter().any(|job| job.unique_key.is_some());
+        client.prepare_cached(if is_keyed { ENQUEUE_KEYED } else { ENQUEUE }).await?;
+        client.prepare_cached(TELL).await?;
         let (enqueued, ()) = tokio::try_join!(
             insert(client, jobs, &queues),
             tell(client, &names, Woken::More, self.ours)

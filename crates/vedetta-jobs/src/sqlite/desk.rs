@@ -585,13 +585,20 @@ impl Desk {
                 pruned += count;
             }
         }
+        // What was last heard of so long ago, of jobs elsewhere, has ended where nobody told us.
+        let sql = "DELETE FROM job WHERE state > 9 AND updated_at < ?1 RETURNING id";
+        let mut forget = tx.prepare_cached(sql)?;
+        for id in forget.query_map([dead], |row| row.get::<_, i64>(0))? {
+            last = last.max(id?);
+            pruned += 1;
+        }
         tx.prepare_cached("UPDATE job_last SET id = max(id, ?1)")?.execute([last])?;
         Ok(pruned.unsigned_abs())
     }
 
     /// Writes down how jobs stand that are kept elsewhere.
     pub(super) fn record(&self, tx: &Connection, jobs: &[Job]) -> Result<(), JobsError> {
-        let find = "SELECT id, ended_at IS NOT NULL FROM job
+        let find = "SELECT id, state FROM job
                     WHERE connection = ?1 AND foreign_id = ?2 AND connection IS NOT NULL";
         let write = "INSERT OR REPLACE INTO job (id, queue, kind, state, cost, priority, attempts,
                          max_attempts, run_at, queued_at, updated_at, started_at, ended_at, timeout,
@@ -603,8 +610,12 @@ impl Desk {
         for job in jobs {
             let lane = self.lane(tx, &job.queue)?;
             let foreign = job.id.0.cast_signed();
-            let known = |row: &Row<'_>| Ok((row.get::<_, i64>(0)?, row.get::<_, bool>(1)?));
+            let known = |row: &Row<'_>| Ok((row.get::<_, i64>(0)?, row.get::<_, i64>(1)?));
             let known = find.query_row(params![job.connection, foreign], known).optional()?;
+            // That it was asked for may be told after it began.
+            if known.is_some() && job.status == JobState::Waiting && job.started_at.is_none() {
+                continue;
+            }
             let (id, number) = {
                 let mut index = self.index.lock();
                 let id = known.map_or_else(
@@ -647,9 +658,12 @@ impl Desk {
                 job.connection,
                 foreign,
             ])?;
-            let was_over = known.is_some_and(|(_, was_over)| was_over);
-            if job.ended_at.is_some() && !was_over {
-                self.index.lock().change(Op::Over { lane, state: job.status, count: 1 });
+            let over = |state, count| self.index.lock().change(Op::Over { lane, state, count });
+            if let Some((_, was)) = known.filter(|(_, was)| *was < 10) {
+                over(state_of(was), -1);
+            }
+            if job.ended_at.is_some() {
+                over(job.status, 1);
             }
         }
         Ok(())

@@ -99,8 +99,8 @@ impl Desk {
     fn few(&self, db: &Connection, status: JobState) -> rusqlite::Result<Option<Vec<i64>>> {
         // One more than few.
         let elsewhere = match status {
-            JobState::Running => "SELECT id FROM job WHERE state = 11 LIMIT 10001",
-            JobState::Waiting => "SELECT id FROM job WHERE state = 10 LIMIT 10001",
+            JobState::Running => "SELECT id FROM job WHERE state > 9 AND state = 11 LIMIT 10001",
+            JobState::Waiting => "SELECT id FROM job WHERE state > 9 AND state = 10 LIMIT 10001",
             _ => return Ok(None),
         };
         let mut elsewhere = db.prepare_cached(elsewhere)?;
@@ -139,13 +139,13 @@ impl Desk {
         let mut sql = format!("SELECT {COLUMNS} FROM job WHERE id < ?");
         let mut values = vec![Value::Integer(before)];
         if let Some(status) = filter.status {
-            // Written out, so that SQLite sees which of the indexes it fits.
+            // SQLite takes an index only if its condition stands here word for word.
             sql += match status {
                 JobState::Waiting => " AND state IN (0, 10)",
                 JobState::Running => " AND state IN (0, 11)",
                 JobState::Done => " AND state = 2",
-                JobState::Dead => " AND state = 3",
-                JobState::Cancelled => " AND state = 4",
+                JobState::Dead => " AND state IN (3, 4) AND state = 3",
+                JobState::Cancelled => " AND state IN (3, 4) AND state = 4",
             };
         }
         if let Some(queue) = &filter.queue {
