@@ -29,7 +29,9 @@ use crate::json::Json;
 use crate::live::{self, Live};
 use crate::observe::Observed;
 use crate::stages::{self, Stages};
-use crate::{audit, hub, jobs, kv, leases, login, metrics, openapi, page, queues, watch, watchers, workers};
+use crate::{
+    audit, hub, jobs, kv, leases, login, metrics, openapi, page, queues, watch, watchers, workers,
+};
 
 /// Bytes of a request's body.
 const BODY: usize = 2 << 20;

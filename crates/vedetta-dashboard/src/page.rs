@@ -145,19 +145,16 @@ impl<S: Send + Sync> FromRequestParts<S> for Visit {
             here,
             notice: said.and_then(actions::notice),
             csrf: caller.and_then(|caller| caller.csrf.clone()).unwrap_or_default(),
-            name: caller.filter(|caller| caller.kind == Kind::Session).map(|caller| caller.name.clone()),
+            name: caller
+                .filter(|caller| caller.kind == Kind::Session)
+                .map(|caller| caller.name.clone()),
         })
     }
 }
 
 impl Visit {
     /// The whole page, or what went wrong.
-    fn show(
-        &self,
-        tab: Tab,
-        title: &str,
-        body: Result<Markup, ApiError>,
-    ) -> Response {
+    fn show(&self, tab: Tab, title: &str, body: Result<Markup, ApiError>) -> Response {
         let (status, title, body) = match body {
             Ok(body) => (StatusCode::OK, title, body),
             Err(error) => (error.status(), "That did not work", parts::failure(&error)),

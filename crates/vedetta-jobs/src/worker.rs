@@ -281,12 +281,9 @@ impl Worker {
             room: Arc::clone(&room),
             news: Arc::default(),
             told_at: Mutex::new(None),
-<<<<<<< HEAD
             pace: Mutex::default(),
             running: Arc::clone(&running),
-=======
             telling: tokio::sync::Mutex::default(),
->>>>>>> main
             events: events.clone(),
         });
         let pulling = puller.start_within(&room, Feed(Arc::clone(&line)), Does(line));
@@ -497,13 +494,10 @@ struct Line {
     room: Arc<Room>,
     news: Arc<News>,
     told_at: Mutex<Option<Instant>>,
-<<<<<<< HEAD
     pace: Mutex<Pace>,
     running: Arc<Mutex<BTreeSet<JobId>>>,
-=======
     /// What is said of jobs is said in turn: a log that is written twice at once loses lines.
     telling: tokio::sync::Mutex<()>,
->>>>>>> main
     events: broadcast::Sender<JobEvent>,
 }
 

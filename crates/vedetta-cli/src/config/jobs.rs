@@ -202,19 +202,13 @@ impl Config {
             let worker = workers.remove(queue).unwrap_or_else(|| self.worker(queue));
             let Run { program, arguments } = handler.run.clone();
             // How long it may take is the worker's to say.
-<<<<<<< HEAD
             let command = own.tell(Command::new(program, arguments, LONGEST));
-            workers.insert(queue, worker.command(&kind.0, command));
-=======
-            let command = Command::new(program, arguments, LONGEST);
-            let command = command.variable("VEDETTA_SERVER", server);
             let worker = worker.command(&kind.0, command);
             let worker = match handler.timeout {
                 Some(timeout) => worker.timeout(&kind.0, timeout.0),
                 None => worker,
             };
             workers.insert(queue, worker);
->>>>>>> main
         }
         workers
     }

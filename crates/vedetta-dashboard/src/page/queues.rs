@@ -55,8 +55,7 @@ async fn body(context: &Context, visit: &Visit, mut query: Query) -> Result<Mark
         ("Dead", true),
         ("", false),
     ];
-    let body =
-        html! { tbody { @for queue in &queues { (row(visit, &visit.here, queue, true)) } } };
+    let body = html! { tbody { @for queue in &queues { (row(visit, &visit.here, queue, true)) } } };
     Ok(html! {
         (parts::table("Queues", &heads, &body))
         p.muted { "A paused queue hands nothing out; one that is drained takes nothing new on and works off what waits. What runs goes on." }

@@ -1,6 +1,5 @@
 //! The pages as they come over the wire, without a browser: what they show, and what their forms do.
 
-
 use serde_json::json;
 use vedetta_jobs::{Fate, Jobs as _, Ledger as _, Mode, NewJob, Wanted};
 use vedetta_kv::Put;
