@@ -29,7 +29,7 @@ use maud::{DOCTYPE, Markup, html};
 use self::assets::asset;
 use crate::access::Needs::{Anyone, Operator, Viewer};
 use crate::access::{Caller, Kind};
-use crate::api::{Context, Route, get, post};
+use crate::api::{Route, get, post};
 use crate::error::ApiError;
 
 pub(crate) fn routes() -> Vec<Route> {

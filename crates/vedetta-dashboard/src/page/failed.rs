@@ -43,7 +43,7 @@ async fn body(context: &Context, visit: &Visit, mut query: Query) -> Result<Mark
                     button { @if is_narrowed { "Retry all that match" } @else { "Retry all" } }
                 }
             }
-            (jobs_table(context, visit, &rows, Rows::Failed, &dead))
+            (jobs_table(visit, &rows, Rows::Failed, &dead))
             (pages("/failed", &which, rows.len(), page.next.map(|id| id.to_string())))
         }
     })

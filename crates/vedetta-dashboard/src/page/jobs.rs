@@ -66,20 +66,14 @@ async fn listed(context: &Context, visit: &Visit, mut query: Query) -> Result<Ma
             (empty("No jobs yet.", "Ask for one on the command line, or with POST /api/v1/jobs:", "vedetta job add hello --payload '{\"to\": \"you\"}'"))
         } @else {
             p.newer { a #newer href=(narrowed("/jobs", &Which { cursor: None, ..which.clone() }, None)) hidden { "new jobs" } }
-            (jobs_table(context, visit, &rows, Rows::Jobs, &which))
+            (jobs_table(visit, &rows, Rows::Jobs, &which))
             (pages("/jobs", &which, rows.len(), page.next.map(|id| id.to_string())))
         }
     })
 }
 
 /// The rows of a list, and the one that scripts fill.
-pub(super) fn jobs_table(
-    context: &Context,
-    visit: &Visit,
-    rows: &[JobRow],
-    shown: Rows,
-    which: &Which,
-) -> Markup {
+pub(super) fn jobs_table(visit: &Visit, rows: &[JobRow], shown: Rows, which: &Which) -> Markup {
     let body = html! {
         tbody #jobs data-query=(narrowed("", which, which.cursor.as_deref())) data-limit=(PAGE) data-first=[which.cursor.is_none().then_some("yes")] {
             @for job in rows { (job_row(visit, &visit.here, Some(job), shown)) }
@@ -130,11 +124,11 @@ async fn shown(
     query.bytes("said");
     query.end()?;
     let job = redact::job(ledger(context)?.job(id).await?.ok_or_else(|| no_such(id))?);
-    let body = one(context, visit, &job);
+    let body = one(visit, &job);
     Ok((job, body))
 }
 
-fn one(context: &Context, visit: &Visit, job: &Job) -> Markup {
+fn one(visit: &Visit, job: &Job) -> Markup {
     let now = SystemTime::now();
     let row = JobRow::from(job.clone());
     let (back, id) = (&visit.here, job.id);

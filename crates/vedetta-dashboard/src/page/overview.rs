@@ -61,7 +61,7 @@ async fn body(context: &Context, visit: &Visit, mut query: Query) -> Result<Mark
         div.halves {
             section.panel aria-labelledby="queues-head" {
                 h2 #queues-head { a href="/queues" { "Queues" } }
-                (few(context, visit, &queues))
+                (few(visit, &queues))
             }
             section.panel aria-labelledby="news-head" {
                 h2 #news-head { a href="/jobs" { "What just happened" } }
@@ -137,7 +137,7 @@ fn throughput(context: &Context, queues: &[QueueInfo], range: Range) -> Markup {
     }
 }
 
-fn few(context: &Context, visit: &Visit, queues: &[QueueInfo]) -> Markup {
+fn few(visit: &Visit, queues: &[QueueInfo]) -> Markup {
     const SHOWN: usize = 8;
     if queues.is_empty() {
         return queues::none();

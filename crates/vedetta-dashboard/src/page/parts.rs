@@ -9,7 +9,6 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use vedetta_jobs::wire::Which;
 
 use super::Visit;
-use crate::api::Context;
 use crate::error::ApiError;
 use crate::live::JobRow;
 use crate::stats::Points;
