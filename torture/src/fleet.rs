@@ -82,7 +82,8 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let faults: Vec<String> =
             self.faults.iter().map(|(what, count)| format!("{count} {what}")).collect();
-        writeln!(f, "{} jobs, {} commands, {} obeyed", self.jobs, self.commands, self.obeyed)?;
+        let Self { jobs, commands, obeyed, .. } = self;
+        writeln!(f, "{jobs} jobs done, {commands} commands, {obeyed} obeyed")?;
         writeln!(f, "faults: {}", faults.join(", "))?;
         write!(f, "violations: {}", self.violations.len())?;
         self.violations.iter().try_for_each(|violation| write!(f, "\n  {violation}"))
@@ -331,7 +332,7 @@ impl World {
             self.report.violations.push(format!("processes are left: {left:?}"));
             left.into_iter().for_each(|pid| signal(pid, Signal::KILL));
         }
-        (self.report.jobs, self.report.commands) = (self.jobs.len(), self.commands.len());
+        self.report.commands = self.commands.len();
         Ok(std::mem::take(&mut self.report))
     }
 

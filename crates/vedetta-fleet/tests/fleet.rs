@@ -8,12 +8,15 @@ use async_trait::async_trait;
 use tempfile::TempDir;
 use testing::soon;
 use tokio::sync::broadcast;
+use vedetta_db::postgres::Postgres;
 use vedetta_db::{Db, Options};
 use vedetta_fleet::bus::{Record, State, TTL, Taken, Wake};
+use vedetta_fleet::postgres::{PostgresBus, PostgresRoster};
 use vedetta_fleet::roster::{All, RosterError, Status, SupervisorRecord, WorkerRecord};
 use vedetta_fleet::sqlite::{SqliteBus, SqliteRoster};
 use vedetta_fleet::wire::{Beat, Mood, Report};
 use vedetta_fleet::{Bus, BusError, CommandId, Fleet, FleetError, Order, Roster, Target};
+use vedetta_jobs::postgres::PostgresJobs;
 use vedetta_jobs::sqlite::SqliteJobs;
 
 /// Long enough that nothing happens by itself within a test.
@@ -251,4 +254,36 @@ async fn what_cannot_be_is_refused() {
     fleet.left("own").await.unwrap();
     conflict(fleet.tell("own", &Order::Pause, TTL).await.unwrap_err());
     assert!(!fleet.left("nobody").await.unwrap());
+}
+
+#[tokio::test]
+async fn a_command_given_to_one_server_reaches_a_worker_of_another() {
+    let postgres = testing::postgres::Server::start().await;
+    let open = async || {
+        let schemas = [vedetta_jobs::postgres::SCHEMA, vedetta_fleet::postgres::SCHEMA];
+        let db = Postgres::open(&postgres.url(), &schemas).await.unwrap();
+        let (bus, roster) = (PostgresBus::new(db.clone()), PostgresRoster::new(db.clone()));
+        let jobs = Arc::new(PostgresJobs::new(db));
+        Fleet::open(Arc::new(bus), Arc::new(roster), jobs, [], SLOW).await.unwrap()
+    };
+    let here = open().await;
+    here.heard("anna", beat(), false).await.unwrap();
+    let there = open().await;
+    assert_eq!(there.list().workers[0].id, "anna");
+    let told = soon("a wake-up", async {
+        // Until it listens it hears nothing, and looks seldom here.
+        let mut told = there.tell("anna", &Order::Pause, TTL).await.unwrap();
+        let anna = Target::worker("anna");
+        let woken = || here.woken(&anna);
+        while tokio::time::timeout(Duration::from_secs(1), woken()).await.is_err() {
+            told = there.tell("anna", &Order::Pause, TTL).await.unwrap();
+        }
+        told
+    })
+    .await;
+    let heard = here.heard("anna", beat(), false).await.unwrap();
+    assert_eq!(heard.commands.len(), 1);
+    assert_eq!(heard.commands[0].id, told.id);
+    here.heard("anna", Beat { done: vec![told.id.clone()], ..beat() }, false).await.unwrap();
+    assert_eq!(there.command(&told.id.0).await.unwrap().state, State::Applied);
 }
