@@ -573,8 +573,8 @@ mod tests {
         config.check_jobs().unwrap();
         config.check_fleet().unwrap();
         assert_eq!(config.supervised(), ["media".to_owned()].into());
-        let (name, settings, hire) =
-            &config.supervisors(Path::new("vedetta"), "http://127.0.0.1:7070", None)[0];
+        let own = Own { url: "http://127.0.0.1:7070".into(), token: None };
+        let (name, settings, hire) = &config.supervisors(Path::new("vedetta"), &own, None)[0];
         assert_eq!((*name, settings.min, settings.max), ("default", 1, 10));
         let said: Vec<_> = hire.arguments.iter().map(|word| word.to_string_lossy()).collect();
         let said = said.join(" ");

@@ -131,20 +131,7 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
     }
     let control = Arc::new(fleet.clone());
     let supervisors = start_supervisors(config, &own, place.config.as_deref(), &control)?;
-    let mut watchers = Vec::new();
-    for (name, watch) in &config.watch {
-        // Each has a connection of its own: one that is busy does not hold up the others.
-        let watching = if let Some(cluster) = config.store.cluster()? {
-            let watching = watch.start(name, cluster, &own);
-            api = api.watcher_elsewhere(&name.0, watching.handle());
-            watching
-        } else {
-            let watching = watch.start(name, store.clone(), &own);
-            api = api.watcher(&name.0, watching.handle());
-            watching
-        };
-        watchers.push(watching);
-    }
+    let (api, watchers) = start_watchers(config, api, &store, &own)?;
     let mut serving = JoinSet::new();
     serving.spawn(dashboard::serve(http_listener, api, stop.clone()));
     serving.spawn(etcd::serve(etcd_listener, endpoint, stop.clone()));
@@ -191,6 +178,30 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
     }
     tracing::info!("stopped");
     Ok(())
+}
+
+/// Starts the declared watchers, and shows them.
+fn start_watchers(
+    config: &Config,
+    mut api: Api,
+    store: &Store,
+    own: &Own,
+) -> anyhow::Result<(Api, Vec<Watching<Keys>>)> {
+    let mut watchers = Vec::new();
+    for (name, watch) in &config.watch {
+        // Each has a connection of its own: one that is busy does not hold up the others.
+        let watching = if let Some(cluster) = config.store.cluster()? {
+            let watching = watch.start(name, cluster, own);
+            api = api.watcher_elsewhere(&name.0, watching.handle());
+            watching
+        } else {
+            let watching = watch.start(name, store.clone(), own);
+            api = api.watcher(&name.0, watching.handle());
+            watching
+        };
+        watchers.push(watching);
+    }
+    Ok((api, watchers))
 }
 
 /// How the commands that are started here reach us. Whoever set a token for this process set it for them.

@@ -373,8 +373,8 @@ fn guarded(
     with(all)
         .fallback(async || ApiError::no_such_route())
         .layer(DefaultBodyLimit::max(BODY))
-        .layer(middleware::from_fn_with_state(context.clone(), metrics::count))
         .layer(middleware::from_fn_with_state(guard, guard::check))
+        .layer(middleware::from_fn_with_state(context.clone(), metrics::count))
         .with_state(context)
 }
 

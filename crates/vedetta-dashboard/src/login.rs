@@ -8,6 +8,7 @@ use axum::body::Bytes;
 use axum::extract::State;
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
+use maud::{DOCTYPE, html as markup};
 use serde::Serialize;
 use vedetta_access::{Entry, Outcome, Role, Secret};
 
@@ -17,6 +18,7 @@ use crate::error::ApiError;
 use crate::guard::{is_form, set_cookie};
 use crate::input::{Query, fields};
 use crate::json::{Json, stamp};
+use crate::page::assets::asset;
 
 /// To wait for one's turn to have a password hashed.
 const TURN: Duration = Duration::from_secs(10);
@@ -33,39 +35,33 @@ pub(crate) struct SignIn<'a> {
 
 /// The page with the form. It posts `name`, `password`, `csrf` and `next` to `/login`.
 pub(crate) fn page(form: &SignIn<'_>) -> String {
-    let message = match form.message {
-        Some(message) => format!("<p role=\"alert\">{}</p>", escape(message)),
-        None => String::new(),
-    };
-    format!(
-        "<!doctype html><html lang=\"en\"><head><meta charset=\"utf-8\">\
-         <meta name=\"viewport\" content=\"width=device-width\"><title>Sign in · Vedetta</title>\
-         <link rel=\"icon\" href=\"/assets/icon.svg\"><link rel=\"stylesheet\" href=\"/assets/page.css\">\
-         </head><body><main><h1>Vedetta</h1>{message}<form method=\"post\" action=\"/login\">\
-         <input type=\"hidden\" name=\"csrf\" value=\"{}\">\
-         <input type=\"hidden\" name=\"next\" value=\"{}\">\
-         <p><label>Name <input name=\"name\" autocomplete=\"username\" required autofocus></label></p>\
-         <p><label>Password <input name=\"password\" type=\"password\" \
-         autocomplete=\"current-password\" required></label></p>\
-         <p><button>Sign in</button></p></form></main></body></html>\n",
-        escape(form.csrf),
-        escape(form.next),
-    )
-}
-
-fn escape(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c {
-            '&' => out.push_str("&amp;"),
-            '<' => out.push_str("&lt;"),
-            '>' => out.push_str("&gt;"),
-            '"' => out.push_str("&quot;"),
-            '\'' => out.push_str("&#39;"),
-            c => out.push(c),
+    let page = markup! {
+        (DOCTYPE)
+        html lang="en" {
+            head {
+                meta charset="utf-8";
+                meta name="viewport" content="width=device-width, initial-scale=1";
+                meta name="color-scheme" content="light dark";
+                title { "Sign in · Vedetta" }
+                link rel="icon" href=(asset("icon.svg")) type="image/svg+xml";
+                link rel="stylesheet" href=(asset("page.css"));
+            }
+            body {
+                main.sign-in {
+                    h1 { "Vedetta" }
+                    @if let Some(message) = form.message { p role="alert" { (message) } }
+                    form method="post" action="/login" {
+                        input type="hidden" name="csrf" value=(form.csrf);
+                        input type="hidden" name="next" value=(form.next);
+                        p { label { "Name " input name="name" autocomplete="username" required autofocus; } }
+                        p { label { "Password " input name="password" type="password" autocomplete="current-password" required; } }
+                        p { button { "Sign in" } }
+                    }
+                }
+            }
         }
-    }
-    out
+    };
+    page.into_string()
 }
 
 /// A page of our own; anything else is the first one.

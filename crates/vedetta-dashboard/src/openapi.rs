@@ -587,7 +587,18 @@ fn input(fields: &[(&str, Value)]) -> Value {
 }
 
 fn schemas() -> Map<String, Value> {
-    let all = [keys(), runs(), stages(), jobs(), queues(), work(), workers(), fleet(), general()];
+    let all = [
+        keys(),
+        runs(),
+        stages(),
+        jobs(),
+        queues(),
+        work(),
+        workers(),
+        fleet(),
+        general(),
+        access(),
+    ];
     all.into_iter().flatten().map(|(name, schema)| (name.to_owned(), schema)).collect()
 }
 
@@ -1133,6 +1144,12 @@ fn general() -> Schemas {
                 ("version", text()),
             ]),
         ),
+        ("OpenApi", json!({ "type": "object" })),
+    ]
+}
+
+fn access() -> Schemas {
+    vec![
         (
             "Session",
             answer(&[
@@ -1158,7 +1175,6 @@ fn general() -> Schemas {
                 ("count", said(whole(), "how often within a short time")),
             ]),
         ),
-        ("OpenApi", json!({ "type": "object" })),
     ]
 }
 

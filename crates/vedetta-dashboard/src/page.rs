@@ -9,7 +9,7 @@
 //! All text is escaped as it is written, and there is no script or style in a page.
 
 mod actions;
-mod assets;
+pub(crate) mod assets;
 mod failed;
 mod insights;
 mod jobs;

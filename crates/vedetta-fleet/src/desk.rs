@@ -20,7 +20,7 @@ use std::time::{Duration, Instant, SystemTime};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::sync::broadcast::error::RecvError;
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::time::{MissedTickBehavior, interval, interval_at};
 use tokio_util::task::AbortOnDropHandle;
 use vedetta_core::explain;
 use vedetta_jobs::{JobsError, Ledger, check_name};
@@ -850,7 +850,9 @@ impl Desk {
 
     async fn keep(self: Arc<Self>) {
         let mut wakes = self.bus.wakes();
-        let (mut look, mut write) = (interval(self.beat), interval(WRITE));
+        // Who was there at the start is known, and what came since is written as it comes.
+        let mut write = interval_at(tokio::time::Instant::now() + WRITE, WRITE);
+        let mut look = interval(self.beat);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
         write.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut trouble = false;

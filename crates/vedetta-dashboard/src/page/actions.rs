@@ -238,37 +238,6 @@ pub(super) async fn theme(mut form: Form) -> Result<Response, ApiError> {
     Ok((StatusCode::SEE_OTHER, head).into_response())
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_way_back_stays_on_this_server() {
-        for back in ["/", "/jobs?status=dead&q=a%20b", "/jobs/7"] {
-            assert!(is_ours(back), "{back}");
-        }
-        for back in [
-            "",
-            "jobs",
-            "//evil.example",
-            "/\\evil.example",
-            "https://evil.example/",
-            "/a b",
-            "/a\r\nX: y",
-        ] {
-            assert!(!is_ours(back), "{back:?}");
-        }
-    }
-
-    #[test]
-    fn only_known_words_and_numbers_are_said() {
-        assert_eq!(notice("retry-7").unwrap(), "Job 7 is to be tried again.");
-        for said in ["", "retry", "retry-x", "<b>", "paused-1", "other"] {
-            assert_eq!(notice(said), None, "{said}");
-        }
-    }
-}
-
 type Worker = Result<Named, ApiError>;
 
 async fn steer(context: &Context, worker: Worker, order: Order) -> Result<String, ApiError> {
@@ -314,4 +283,35 @@ pub(super) async fn terminate_workers(State(context): State<Context>, form: Form
     let done = async { Ok(fleet(&context)?.terminate(TTL).await?) };
     let done = done.await;
     form.answer(done.map(|_| "terminate".into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_way_back_stays_on_this_server() {
+        for back in ["/", "/jobs?status=dead&q=a%20b", "/jobs/7"] {
+            assert!(is_ours(back), "{back}");
+        }
+        for back in [
+            "",
+            "jobs",
+            "//evil.example",
+            "/\\evil.example",
+            "https://evil.example/",
+            "/a b",
+            "/a\r\nX: y",
+        ] {
+            assert!(!is_ours(back), "{back:?}");
+        }
+    }
+
+    #[test]
+    fn only_known_words_and_numbers_are_said() {
+        assert_eq!(notice("retry-7").unwrap(), "Job 7 is to be tried again.");
+        for said in ["", "retry", "retry-x", "<b>", "paused-1", "other"] {
+            assert_eq!(notice(said), None, "{said}");
+        }
+    }
 }

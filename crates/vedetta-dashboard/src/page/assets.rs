@@ -43,7 +43,7 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 /// The address of a file.
-pub(super) fn asset(name: &str) -> String {
+pub(crate) fn asset(name: &str) -> String {
     format!("/assets/{}/{name}", *HASH)
 }
 

@@ -226,12 +226,23 @@ async fn a_form_of_another_site_is_refused_and_the_way_back_stays_here() {
         ("Origin", "null", 403),
         ("Sec-Fetch-Site", "cross-site", 403),
         ("Sec-Fetch-Site", "same-site", 403),
-        ("Origin", own.as_str(), 303),
+        // Not without the token of the page that it comes from.
+        ("Origin", own.as_str(), 403),
     ] {
         let answer =
             server.send(&format!("POST /jobs/{id}/retry"), &[typed, (header, value)], "").await;
         assert_eq!(answer.status, expected, "{header}: {value}");
     }
+    let page = server.get("/jobs").await;
+    let after = |text: &str, mark: &str, end: char| {
+        let rest = text.split_once(mark).unwrap_or_else(|| panic!("{mark} in {text}")).1;
+        rest.split(end).next().unwrap().to_owned()
+    };
+    let cookie = after(&page.raw, "set-cookie: ", ';');
+    let csrf = format!("csrf={}", after(&page.body, "name=\"csrf\" value=\"", '"'));
+    let browser = [typed, ("Origin", own.as_str()), ("Cookie", cookie.as_str())];
+    let answer = server.send(&format!("POST /jobs/{id}/retry"), &browser, &csrf).await;
+    assert_eq!(answer.status, 303, "{answer:?}");
     for back in
         ["https%3A%2F%2Fevil.example", "%2F%2Fevil.example", "%2F%5Cevil.example", "%2F%0D%0AX-A:b"]
     {
@@ -309,7 +320,42 @@ async fn what_people_write_is_shown_and_never_obeyed() {
 }
 
 #[tokio::test]
-async fn workers_are_those_that_took_jobs() {
+async fn workers_and_their_supervisors_are_shown_and_steered() {
+    let server = Server::start().await;
+    let beat = json!({"queues": ["default"], "supervisor": "boss:anna", "pid": 4711, "host": "anna",
+        "version": "1", "started": 1, "birth": "a:1", "state": "running", "running": [3],
+        "slots": {"used": 1, "capacity": 2}, "done": []});
+    let report = json!({"host": "anna", "version": "1", "instance": "i", "queues": ["default"],
+        "balance": "auto", "min": 1, "max": 3, "wanted": 2, "state": "crash-looping",
+        "last_exit": "exit code 7", "stderr": HOSTILE, "ended": [], "done": [], "depths": false});
+    let told = async |path: &str, body: &serde_json::Value| server.post(path, body.clone()).await;
+    told("/workers/w1/beat", &beat).await;
+    told("/supervisors/boss:anna/beat", &report).await;
+    let page = server.get("/workers").await.body;
+    for shown in
+        ["4711 on anna", "/workers/w1/pause", "boss:anna on anna", "crash-looping", "exit code 7"]
+    {
+        assert!(page.contains(shown), "{shown} in {page}");
+    }
+    assert!(page.contains("&lt;img src=x") && !page.contains("<img src=x"), "{page}");
+
+    for (path, fields, said) in [
+        ("/workers/w1/pause", "back=%2Fworkers", "pause"),
+        ("/workers/start", "back=%2Fworkers&queue=default&count=1", "started-1"),
+    ] {
+        let answer = form(&server, path, fields).await;
+        assert!(answer.head.contains(&format!("location: /workers?said={said}")), "{answer:?}");
+    }
+    assert_eq!(told("/workers/w1/beat", &beat).await["commands"][0]["command"], "pause");
+    let started = told("/supervisors/boss:anna/beat", &report).await;
+    assert!(started["commands"].to_string().contains("default"), "{started}");
+    let unknown = form(&server, "/workers/start", "queue=nobodys&count=1").await;
+    assert_eq!(unknown.status, 422, "{unknown:?}");
+    server.end().await;
+}
+
+#[tokio::test]
+async fn workers_are_also_those_that_only_took_jobs() {
     let server = Server::start().await;
     server.post("/queues/mail/take", json!({"worker": "berta", "capacity": 3})).await;
     let page = server.get("/workers").await.body;

@@ -30,6 +30,16 @@ const CHANGES: &[(&str, &str, &str)] = &[
     ("post", "/api/v1/queues/{queue}/resume", "operator"),
     ("post", "/api/v1/queues/{queue}/drain", "operator"),
     ("post", "/api/v1/queues/{queue}/take", "operator"),
+    ("post", "/api/v1/workers", "operator"),
+    ("post", "/api/v1/workers/terminate", "operator"),
+    ("post", "/api/v1/workers/restart", "operator"),
+    ("delete", "/api/v1/workers/{id}", "operator"),
+    ("post", "/api/v1/workers/{id}/beat", "operator"),
+    ("post", "/api/v1/workers/{id}/stop", "operator"),
+    ("post", "/api/v1/workers/{id}/pause", "operator"),
+    ("post", "/api/v1/workers/{id}/resume", "operator"),
+    ("delete", "/api/v1/supervisors/{name}", "operator"),
+    ("post", "/api/v1/supervisors/{name}/beat", "operator"),
 ];
 
 /// What is read by others than viewers.
@@ -205,18 +215,23 @@ async fn a_right_that_is_taken_away_is_gone_with_the_next_request() {
 async fn what_is_behind_the_sign_in_is_not_in_front_of_it() {
     let guarded = Guarded::start().await;
     let mut seen = BTreeMap::new();
-    for path in ["/", "/healthz", "/readyz", "/login", "/assets/page.css", "/assets/page.js"] {
+    for path in ["/", "/jobs", "/workers", "/metrics", "/healthz", "/readyz", "/login"] {
         seen.insert(path, guarded.server.get(path).await.status);
     }
     let expected = [
         ("/", 401),
+        ("/jobs", 401),
+        ("/workers", 401),
+        ("/metrics", 401),
         ("/healthz", 200),
         ("/readyz", 200),
         ("/login", 200),
-        ("/assets/page.css", 200),
-        ("/assets/page.js", 200),
     ];
     assert_eq!(seen, expected.into());
+    // The form has its looks.
+    let form = guarded.server.get("/login").await.body;
+    let style = form.split('"').find(|text| text.ends_with("/page.css")).expect("a style");
+    assert_eq!(guarded.server.get(style).await.status, 200);
     // A person is brought to the form, and from there back.
     let page = [("Accept", "text/html,*/*")];
     let answer = guarded.server.send("GET /jobs?status=dead", &page, "").await;
