@@ -4,6 +4,7 @@
 mod etcd;
 mod fanout;
 mod figures;
+mod fleet;
 mod floor;
 mod jobs;
 mod million;
@@ -65,6 +66,9 @@ enum Bench {
     /// Films made into all resolutions: how much of the cores the weighted slots use.
     #[command(after_help = transcoding::FIGURES)]
     Transcode(transcoding::Args),
+    /// What idle worker processes cost their server, and how soon they obey.
+    #[command(after_help = fleet::FIGURES)]
+    Fleet(fleet::Args),
     /// Side by side with etcd, each a process of its own, the same client for both.
     #[command(after_help = etcd::COLUMNS)]
     Etcd(etcd::Args),
@@ -106,6 +110,7 @@ fn run(bench: Bench) -> anyhow::Result<()> {
             Bench::Jobs(args) => jobs::run(args).await,
             Bench::JobsOurs(args) => jobs::work(args).await,
             Bench::Transcode(args) => transcoding::run(args).await,
+            Bench::Fleet(args) => fleet::run(&args),
             Bench::Etcd(args) => etcd::run(args).await,
             Bench::EtcdServe(args) => etcd::serve(args).await,
             Bench::EtcdEcho(args) => etcd::echo(args).await,

@@ -15,6 +15,7 @@ mod stage;
 mod streams;
 mod supervise;
 mod token;
+mod top;
 mod up;
 mod user;
 mod watcher;
@@ -45,6 +46,7 @@ enum Command {
     Queue(queue::Queue),
     Worker(worker::Worker),
     Supervise(supervise::Supervise),
+    Top(top::Top),
     Watcher(watcher::Watcher),
     Stage(stage::Stage),
     User(user::User),
@@ -63,6 +65,7 @@ fn main() -> ExitCode {
         Command::Queue(queue) => queue.run(out),
         Command::Worker(worker) => worker.run(out),
         Command::Supervise(supervise) => supervise.run(),
+        Command::Top(top) => top.run(out),
         Command::Watcher(watcher) => watcher.run(out),
         Command::Stage(stage) => stage.run(out),
         Command::User(user) => user.run(out),

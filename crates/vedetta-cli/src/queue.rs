@@ -77,7 +77,7 @@ fn word(mode: Mode) -> &'static str {
     }
 }
 
-fn table(out: &mut impl Write, queues: &[QueueInfo]) -> std::io::Result<()> {
+pub(crate) fn table(out: &mut impl Write, queues: &[QueueInfo]) -> std::io::Result<()> {
     let time = |ms| humantime::format_duration(Duration::from_millis(ms)).to_string();
     let row = |queue: &QueueInfo| {
         [
@@ -87,7 +87,9 @@ fn table(out: &mut impl Write, queues: &[QueueInfo]) -> std::io::Result<()> {
             queue.oldest_ms.map(time).unwrap_or_default(),
             queue.scheduled.to_string(),
             queue.running.to_string(),
-            queue.slots.to_string(),
+            format!("{}/{}", queue.slots, queue.capacity),
+            queue.done_per_minute.to_string(),
+            queue.failed_per_minute.to_string(),
             queue.done.to_string(),
             queue.dead.to_string(),
             queue.cancelled.to_string(),
@@ -101,6 +103,8 @@ fn table(out: &mut impl Write, queues: &[QueueInfo]) -> std::io::Result<()> {
         "SCHEDULED",
         "RUNNING",
         "SLOTS",
+        "DONE/MIN",
+        "FAILED/MIN",
         "DONE",
         "DEAD",
         "CANCELLED",

@@ -180,7 +180,7 @@ fn table(out: &mut impl Write, commands: &[CommandInfo]) -> std::io::Result<()> 
     output::table(out, ["COMMAND", "FOR", "WHAT", "STATE"], &rows)
 }
 
-fn list(out: &mut impl Write, all: &Workers) -> std::io::Result<()> {
+pub(crate) fn list(out: &mut impl Write, all: &Workers) -> std::io::Result<()> {
     let ago = |ms: u64| {
         let whole = Duration::from_millis(ms - ms % 100);
         humantime::format_duration(whole).to_string()

@@ -8,6 +8,7 @@ mod job;
 mod kv;
 mod stage;
 mod support;
+mod top;
 mod up;
 mod watcher;
 mod worker;
