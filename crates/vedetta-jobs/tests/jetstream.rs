@@ -21,8 +21,8 @@ use vedetta_core::JobState;
 use vedetta_core::queue::{Kept, Settled, Woken};
 use vedetta_jobs::jetstream::{JetStream, Options};
 use vedetta_jobs::{
-    BoxError, Claim, DEFAULT_QUEUE, Enqueued, Fate, Given, Job, JobId, Jobs, JobsError, Monitor,
-    NewJob, Note, Taken, Wanted, When, Work, Worker, Working,
+    BoxError, Claim, Cost, DEFAULT_QUEUE, Enqueued, Fate, Given, Job, JobId, Jobs, JobsError, Kind,
+    Kinds, Monitor, NewJob, Note, Taken, Wanted, When, Work, Worker, Working,
 };
 
 use crate::suite::{HOUR, World, done, eventually};
@@ -495,6 +495,40 @@ async fn a_message_of_a_stranger_is_a_job_of_the_default_kind() {
         assert_eq!(settle(&jobs, given.claim, done()).await, Settled::Gone);
     }
     assert_eq!(count(&context, STREAM).await, 0);
+}
+
+#[tokio::test]
+async fn what_a_message_does_not_say_its_kind_does() {
+    let server = Server::start().await;
+    let costs = [("small".to_owned(), 2), ("large".to_owned(), 8)].into();
+    let kind = Kind {
+        queue: DEFAULT_QUEUE.into(),
+        cost: Cost::From { field: "size".into(), costs },
+        max_attempts: 2,
+        timeout: Some(HOUR),
+    };
+    let kinds = Kinds([("transcode".to_owned(), kind)].into());
+    let jobs = open(&server, Options { kinds, ..patient() }).await;
+    let context = stranger(&server).await;
+    publish(&context, br#"{"size": "large"}"#).await;
+    let given = comes(&jobs).await;
+    assert_eq!((given.cost, given.max_attempts, given.timeout), (8, 2, Some(HOUR)));
+    assert_eq!(settle(&jobs, given.claim, done()).await, Settled::Gone);
+    // What it says itself counts.
+    let mut headers = async_nats::HeaderMap::new();
+    headers.insert("Vedetta-Cost", "3");
+    headers.insert("Vedetta-Timeout", "1m");
+    context.publish_with_headers(SUBJECT, headers, "{}".into()).await.unwrap().await.unwrap();
+    let given = comes(&jobs).await;
+    assert_eq!((given.cost, given.timeout), (3, Some(Duration::from_secs(60))));
+    assert_eq!(settle(&jobs, given.claim, done()).await, Settled::Gone);
+    // What cannot be told is no job.
+    publish(&context, br#"{"size": "huge"}"#).await;
+    eventually("it is a dead letter", async || {
+        assert!(take(&jobs, 10).await.is_empty());
+        count(&context, "MEDIA_DEAD").await == 1
+    })
+    .await;
 }
 
 #[tokio::test]

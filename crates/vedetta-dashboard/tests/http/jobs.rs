@@ -207,6 +207,26 @@ async fn a_job_that_fails_is_tried_again_until_its_attempts_are_used_up() {
 }
 
 #[tokio::test]
+async fn one_that_cannot_be_retried_does_not_hold_up_the_others() {
+    let server = Server::start().await;
+    let keyed = || NewJob { unique_key: Some("k".into()), ..NewJob::new("pack") };
+    let mut ids = Vec::new();
+    for job in [NewJob::new("pack"), keyed(), keyed()] {
+        let id = server.jobs.enqueue(&[job]).await.unwrap()[0].id;
+        server.jobs.cancel(id).await.unwrap();
+        ids.push(id);
+    }
+    server.jobs.retry(ids[2]).await.unwrap();
+    // The second would be another that waits under the key.
+    let retried = server.post("/jobs/retry", json!({"status": "cancelled"})).await;
+    assert_eq!(retried, json!({"retried": 1}));
+    for (id, status) in ids.iter().zip(["waiting", "cancelled", "waiting"]) {
+        assert_eq!(server.get(&format!("/api/v1/jobs/{id}")).await.json()["status"], status);
+    }
+    server.end().await;
+}
+
+#[tokio::test]
 async fn all_that_fit_a_filter_are_retried_a_bounded_number_at_a_time() {
     let server = Server::start().await;
     for kind in ["a", "b"] {

@@ -283,3 +283,27 @@ pub(super) fn json(text: String) -> Json {
 pub(super) fn tags_of(text: Option<&str>) -> Vec<String> {
     text.and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default()
 }
+
+#[cfg(test)]
+mod tests {
+    use vedetta_db::rusqlite::Connection;
+
+    use crate::sqlite::SCHEMA;
+
+    /// SQLite uses an index with a condition only where it finds that very condition in the query.
+    #[test]
+    fn lists_of_what_failed_and_of_what_is_elsewhere_use_their_indexes() {
+        let db = Connection::open_in_memory().unwrap();
+        SCHEMA.steps.iter().for_each(|step| db.execute_batch(step).unwrap());
+        for (index, sql) in [
+            ("job_failed", "id < 9 AND state IN (3, 4) AND state = 3 AND id >= 0 ORDER BY id DESC"),
+            ("job_failed", "id < 9 AND state IN (3, 4) AND state = 4 AND id >= 0 ORDER BY id DESC"),
+            ("job_elsewhere", "state > 9 AND state = 11 LIMIT 10001"),
+            ("job_elsewhere", "state > 9 AND state = 10 LIMIT 10001"),
+        ] {
+            let explain = format!("EXPLAIN QUERY PLAN SELECT id FROM job WHERE {sql}");
+            let plan: String = db.query_row(&explain, [], |row| row.get(3)).unwrap();
+            assert!(plan.contains(index), "{sql}: {plan}");
+        }
+    }
+}
