@@ -22,7 +22,7 @@ use vedetta_core::queue::{Kept, Settled, Woken};
 use vedetta_jobs::jetstream::{JetStream, Options};
 use vedetta_jobs::{
     BoxError, Claim, Cost, DEFAULT_QUEUE, Enqueued, Fate, Given, Job, JobId, Jobs, JobsError, Kind,
-    Kinds, Monitor, NewJob, Note, Taken, Wanted, When, Work, Worker, Working,
+    Kinds, Ledger as _, Monitor, NewJob, Note, Outcome, Taken, Wanted, When, Work, Worker, Working,
 };
 
 use crate::suite::{HOUR, World, done, eventually};
@@ -883,4 +883,42 @@ async fn a_monitor_is_told_of_each_step() {
     assert_eq!(told[3].error.as_deref(), Some("no disk"));
     assert_eq!(told[5].result.as_ref().map(|result| result.get()), Some("[1]"));
     assert!(told[5].ended_at.is_some() && jobs.left_out() == 0);
+}
+
+#[tokio::test]
+async fn every_job_of_many_is_ended_in_the_records_once() {
+    const MANY: usize = 5_000;
+    let server = Server::start().await;
+    let folder = tempfile::tempdir().unwrap();
+    let mut options = vedetta_db::Options::new(folder.path().join("jobs.db"));
+    options.ballast = 0;
+    let db = vedetta_db::Db::open(&options, &[vedetta_jobs::sqlite::SCHEMA]).unwrap();
+    let records = Arc::new(vedetta_jobs::sqlite::SqliteJobs::open(db).await.unwrap());
+    let monitor: Arc<dyn Monitor> = Arc::clone(&records) as _;
+    let jobs = Arc::new(JetStream::open(&server.url(), steady(), Some(monitor)).await.unwrap());
+    let worker = Worker::new(DEFAULT_QUEUE).capacity(some(64)).lease(steady().ack_wait);
+    let worker = worker.heartbeat(steady().heartbeat);
+    let worker = worker.handler("film", |_, number: usize| async move {
+        if number % 100 == 7 {
+            Ok(Outcome::Dead("no".into()))
+        } else {
+            Ok::<_, BoxError>(Outcome::Done(None))
+        }
+    });
+    let working = worker.start(Arc::clone(&jobs) as _).unwrap();
+    let films: Vec<NewJob> =
+        (0..MANY).map(|number| NewJob::new("film").payload(&number).unwrap()).collect();
+    jobs.enqueue(&films).await.unwrap();
+    let dead = (MANY / 100) as u64;
+    eventually("all have ended", async || {
+        let all = records.queues().await.unwrap();
+        let sum = |of: fn(&vedetta_jobs::QueueCounts) -> u64| all.iter().map(of).sum::<u64>();
+        assert!(sum(|queue| queue.done) <= MANY as u64 - dead && sum(|queue| queue.dead) <= dead);
+        sum(|queue| queue.done) == MANY as u64 - dead && sum(|queue| queue.dead) == dead
+    })
+    .await;
+    working.stop(Duration::ZERO).await;
+    jobs.close().await;
+    let queues = records.queues().await.unwrap();
+    assert!(queues.iter().all(|queue| queue.ready + queue.running + queue.scheduled == 0));
 }
