@@ -32,7 +32,7 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 /// One program that keeps what should be true, and tells whoever watches when it changes.
 #[derive(Debug, Parser)]
-#[command(version, after_help = exit::HELP)]
+#[command(name = "vedetta", version, after_help = exit::HELP)]
 struct Cli {
     #[command(subcommand)]
     command: Command,

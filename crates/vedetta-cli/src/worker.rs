@@ -11,7 +11,7 @@ use vedetta::fleet::bus::State;
 use vedetta::fleet::roster::Status;
 use vedetta::fleet::wire::{CommandInfo, Commands, WorkerInfo, Workers};
 
-use crate::client::{Client, Remote, encode};
+use crate::client::{Client, ClientError, Remote, encode};
 use crate::config::Time;
 use crate::output::{self, Format};
 
@@ -66,7 +66,7 @@ enum Command {
         #[command(flatten)]
         how: How,
     },
-    /// Have every supervisor replace its workers, one at a time
+    /// Have every supervisor replace its workers, one at a time; the list shows when it is through
     Restart {
         #[command(flatten)]
         how: How,
@@ -87,6 +87,15 @@ pub(crate) fn time(text: &str) -> Result<Duration, String> {
     Time::try_from(text.to_owned()).map(|time| time.0)
 }
 
+/// Whether the server is there and does not let us in: trying on would not help.
+fn refused(client: &Client) -> Result<(), ClientError> {
+    match client.get::<serde_json::Value>("/api/v1/session") {
+        Err(error @ ClientError::Refused { status: 401 | 403, .. }) => Err(error),
+        // It may be on its way.
+        Ok(_) | Err(_) => Ok(()),
+    }
+}
+
 /// What waits is looked at this often.
 const OFTEN: Duration = Duration::from_millis(20);
 /// Beyond its time a command is waited for no longer than that.
@@ -95,7 +104,10 @@ const LONGEST: Duration = Duration::from_secs(24 * 3600 + 60);
 impl Worker {
     pub(crate) fn run(self, out: &mut impl Write) -> anyhow::Result<()> {
         let (path, body, how, leaves) = match self.command {
-            Command::Run(run) => return run.run(self.remote.server()),
+            Command::Run(run) => {
+                refused(&Client::new(&self.remote)?)?;
+                return run.run(self.remote.server());
+            }
             Command::List => {
                 let client = Client::new(&self.remote)?;
                 let all: Workers = client.get("/api/v1/workers")?;

@@ -39,6 +39,8 @@ pub(crate) struct WorkerRow {
     pub(crate) id: String,
     /// What it works.
     pub(crate) queue: String,
+    #[serde(skip)]
+    pub(crate) queues: Vec<String>,
     pub(crate) status: &'static str,
     /// It can be told what to do.
     pub(crate) beats: bool,
@@ -58,11 +60,19 @@ pub(crate) struct WorkerRow {
     pub(crate) note: Option<String>,
 }
 
+impl WorkerRow {
+    /// It works, or may again.
+    pub(crate) fn is_there(&self) -> bool {
+        !matches!(self.status, "stopped" | "silent")
+    }
+}
+
 impl From<WorkerInfo> for WorkerRow {
     fn from(worker: WorkerInfo) -> Self {
         Self {
             id: worker.id,
             queue: worker.queues.join(", "),
+            queues: worker.queues,
             status: worker.status.word(),
             beats: true,
             supervisor: worker.supervisor,
@@ -87,6 +97,7 @@ impl Live {
                 rows.push(WorkerRow {
                     id: seen.name.to_string(),
                     queue: seen.queue.to_string(),
+                    queues: vec![seen.queue.to_string()],
                     status: "running",
                     beats: false,
                     supervisor: None,
@@ -106,9 +117,15 @@ impl Live {
     pub(crate) fn queue(&self, counts: QueueCounts) -> QueueInfo {
         let mut info = QueueInfo::from(counts);
         if let Some(observed) = &self.observed {
-            let workers = observed.workers();
-            let ours = workers.iter().filter(|worker| *worker.queue == *info.name);
-            info.capacity = ours.map(|worker| u64::from(worker.capacity)).sum();
+            let ours =
+                |worker: &&WorkerRow| worker.is_there() && worker.queues.contains(&info.name);
+            let slots = self
+                .workers()
+                .iter()
+                .filter(ours)
+                .filter_map(|worker| worker.capacity)
+                .sum::<u32>();
+            info.capacity = slots.into();
             (info.done_per_minute, info.failed_per_minute) = observed.last_minute(Some(&info.name));
         }
         info
@@ -162,7 +179,9 @@ impl Overview {
         let sum = |of: fn(&QueueInfo) -> u64| queues.iter().map(of).sum();
         let (done_per_minute, failed_per_minute) =
             live.observed.as_ref().map_or((0, 0), |observed| observed.last_minute(None));
-        let workers = live.observed.as_ref().map_or(0, |observed| observed.workers().len());
+        let workers: Vec<WorkerRow> = live.workers();
+        let workers: Vec<&WorkerRow> = workers.iter().filter(|worker| worker.is_there()).collect();
+        let capacity: u32 = workers.iter().filter_map(|worker| worker.capacity).sum();
         Self {
             revision: status.revision.0,
             oldest: status.compacted.0,
@@ -180,14 +199,14 @@ impl Overview {
                 scheduled: sum(|queue| queue.scheduled),
                 running: sum(|queue| queue.running),
                 slots: sum(|queue| queue.slots),
-                capacity: sum(|queue| queue.capacity),
+                capacity: capacity.into(),
                 done: sum(|queue| queue.done),
                 dead: sum(|queue| queue.dead),
                 cancelled: sum(|queue| queue.cancelled),
                 oldest_ms: queues.iter().filter_map(|queue| queue.oldest_ms).max(),
                 done_per_minute,
                 failed_per_minute,
-                workers,
+                workers: workers.len(),
             },
             now: SystemTime::now(),
         }

@@ -395,10 +395,11 @@ impl Fleet {
             }),
             seen_ms: millis(boss.seen.elapsed()),
         });
-        Workers {
-            workers: book.workers.values().map(|entry| entry.info(silent)).collect(),
-            supervisors: supervisors.collect(),
-        }
+        let mut workers: Vec<WorkerInfo> =
+            book.workers.values().map(|entry| entry.info(silent)).collect();
+        // Those that are gone are seen last.
+        workers.sort_by_key(|worker| matches!(worker.status, Status::Stopped | Status::Silent));
+        Workers { workers, supervisors: supervisors.collect() }
     }
 
     /// Gives a worker a command: to stop, to pause or to resume.

@@ -273,7 +273,7 @@ pub struct ReportInfo {
 /// Everybody.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Workers {
-    /// In the order of their ids.
+    /// In the order of their ids, those that are gone last.
     pub workers: Vec<WorkerInfo>,
     /// In the order of their names.
     pub supervisors: Vec<SupervisorInfo>,

@@ -111,7 +111,7 @@ fn supervisor(one: &SupervisorInfo) -> Markup {
             td { (of(|report| report.balance.clone())) }
             td.number { (of(|report| report.wanted.to_string())) }
             td.number { (of(|report| format!("{} to {}", report.min, report.max))) }
-            td.long { (visible(&failure.unwrap_or_default())) }
+            td { @if let Some(failure) = failure { pre.failure tabindex="0" { (visible(&failure)) } } }
         }
     }
 }
@@ -119,8 +119,9 @@ fn supervisor(one: &SupervisorInfo) -> Markup {
 fn row(visit: &Visit, worker: Option<&WorkerRow>) -> Markup {
     let text = |of: fn(&WorkerRow) -> Option<&str>| worker.and_then(of).unwrap_or_default();
     let silent = worker.map(|worker| span(Duration::from_millis(worker.silent_ms)));
-    let process =
-        worker.and_then(|worker| Some(format!("{} on {}", worker.pid?, worker.host.as_deref()?)));
+    let process = worker
+        .and_then(|worker| Some((worker.pid.filter(|pid| *pid > 0)?, worker.host.as_deref()?)));
+    let process = process.map(|(pid, host)| format!("{pid} on {host}"));
     html! {
         tr data-worker=(text(|worker| Some(&worker.id))) {
             td.name data-f="id" { (text(|worker| Some(&worker.id))) }

@@ -13,7 +13,7 @@ pub enum Balance {
     /// Every worker takes all queues.
     #[default]
     Simple,
-    /// Each takes one, more of them where more waits; with fewer workers than queues, all take all.
+    /// Each takes one, more of them where more waits; with more queues than workers may be, all take all.
     Auto,
 }
 
@@ -90,7 +90,14 @@ impl Scale {
             };
             // Up at once, down one by one.
             let total = if needed < have { have - 1 } else { needed };
-            let posts = spread(total.clamp(bounds.min, bounds.max), queues, &needs);
+            let mut total = total.clamp(bounds.min, bounds.max);
+            // Each queue keeps one, or nobody is left: between workers of one queue and workers of all, each
+            // would have to be replaced.
+            let each = u32::try_from(queues.len()).unwrap_or(u32::MAX);
+            if total < each && each <= bounds.max {
+                total = if needed == 0 && bounds.min == 0 { 0 } else { each };
+            }
+            let posts = spread(total, queues, &needs);
             if posts != self.posts {
                 self.posts = posts;
                 self.changed = Some(now);
