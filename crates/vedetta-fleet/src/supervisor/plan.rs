@@ -274,6 +274,23 @@ mod tests {
     }
 
     #[test]
+    fn work_that_comes_now_and_then_replaces_nobody() {
+        let bounds = Bounds { min: 2, max: 4, cool_down: COOL };
+        let names = queues(&["default", "media", "ticks"]);
+        let mut scale = Scale::default();
+        let expected = posts(&[(&["default"], 1), (&["media"], 1), (&["ticks"], 1)]);
+        for at in 0..300 {
+            let loads = loads(&[("ticks", u64::from(at % 5 == 0), 0)]);
+            let decided = scale.decide(bounds, &names, &loads, 2, Moment::from_millis(at * 1000));
+            assert_eq!(*decided, expected, "at {at} s");
+        }
+        // Who may have none at all has none when nothing is to do.
+        let none = Bounds { min: 0, ..bounds };
+        let later = Moment::from_millis(400_000);
+        assert_eq!(*scale.decide(none, &names, &loads(&[]), 2, later), Posts::new());
+    }
+
+    #[test]
     fn with_fewer_workers_than_queues_all_take_all() {
         let bounds = Bounds { min: 1, max: 2, cool_down: COOL };
         let names = queues(&["c", "a", "b"]);
