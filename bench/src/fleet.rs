@@ -102,7 +102,7 @@ impl Server {
         for line in lines {
             let line = line?;
             if let Some(url) = line.strip_prefix("page") {
-                server.url = url.trim().trim_end_matches('/').to_owned();
+                url.trim().trim_end_matches('/').clone_into(&mut server.url);
             }
             if line == "ready" {
                 return Ok(server);
