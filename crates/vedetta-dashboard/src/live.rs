@@ -93,21 +93,31 @@ impl Live {
         let mut rows: Vec<WorkerRow> = known.into_iter().map(WorkerRow::from).collect();
         let Some(observed) = &self.observed else { return rows };
         for seen in observed.workers() {
-            if !rows.iter().any(|row| *row.id == *seen.name) {
-                rows.push(WorkerRow {
+            let (queue, jobs) = (seen.queue.to_string(), u64::from(seen.holds));
+            match rows.iter_mut().find(|row| *row.id == *seen.name) {
+                Some(row) if row.beats => {}
+                // It takes from several queues.
+                Some(row) => {
+                    row.queues.push(queue);
+                    row.queue = row.queues.join(", ");
+                    row.capacity = row.capacity.max(Some(seen.capacity));
+                    row.jobs += jobs;
+                    row.silent_ms = row.silent_ms.min(millis(seen.silent));
+                }
+                None => rows.push(WorkerRow {
                     id: seen.name.to_string(),
-                    queue: seen.queue.to_string(),
-                    queues: vec![seen.queue.to_string()],
+                    queue: queue.clone(),
+                    queues: vec![queue],
                     status: "running",
                     beats: false,
                     supervisor: None,
                     host: None,
                     pid: None,
                     capacity: Some(seen.capacity),
-                    jobs: seen.holds.into(),
+                    jobs,
                     silent_ms: millis(seen.silent),
                     note: None,
-                });
+                }),
             }
         }
         rows

@@ -64,7 +64,8 @@ async fn what_ends_is_counted_as_it_ends() {
     assert_eq!(b["capacity"], 4, "Anna's slots");
     let now = server.get("/api/v1/overview").await.json();
     assert_eq!((&now["jobs"]["done_per_minute"], &now["jobs"]["queues"]), (&json!(3), &json!(2)));
-    assert_eq!((&now["jobs"]["dead"], &now["jobs"]["workers"]), (&json!(2), &json!(2)));
+    assert_eq!((&now["jobs"]["dead"], &now["jobs"]["workers"]), (&json!(2), &json!(1)));
+    assert_eq!(now["jobs"]["capacity"], 4, "each worker counts once");
     for wrong in ["range=2d", "range=x", "range=1h&step=1ms", "step=2h", "colour=red"] {
         assert_eq!(server.get(&format!("/api/v1/stats?{wrong}")).await.status, 422, "{wrong}");
     }
