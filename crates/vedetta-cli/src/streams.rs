@@ -8,8 +8,8 @@ use vedetta::core::queue::{Kept, Settled, Woken};
 use vedetta::jobs::jetstream::{JetStream, Options};
 use vedetta::jobs::sqlite::SqliteJobs;
 use vedetta::jobs::{
-    Change, Claim, Enqueued, Fate, Filter, Job, JobId, Jobs, JobsError, Ledger, Mode, NewJob, Note,
-    Page, QueueCounts, Taken, Wanted,
+    Change, Claim, Ear, Enqueued, Fate, Filter, Job, JobId, Jobs, JobsError, Ledger, Mode, NewJob,
+    Note, Page, QueueCounts, Taken, Wanted,
 };
 
 /// The embedded ledger, in which jobs of streams are only shown.
@@ -66,8 +66,8 @@ impl Jobs for Recorded {
         self.ledger.settle(ended).await
     }
 
-    async fn woken(&self, queue: &str) -> Woken {
-        self.ledger.woken(queue).await
+    async fn woken(&self, queue: &str, ear: &Ear) -> Woken {
+        self.ledger.woken(queue, ear).await
     }
 }
 

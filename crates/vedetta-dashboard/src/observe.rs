@@ -18,7 +18,7 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 use vedetta_core::queue::{Kept, Settled, Woken};
 use vedetta_jobs::{
-    Change, Claim, Enqueued, Fate, Filter, Given, Job, JobId, Jobs, JobsError, Ledger, Mode,
+    Change, Claim, Ear, Enqueued, Fate, Filter, Given, Job, JobId, Jobs, JobsError, Ledger, Mode,
     NewJob, Note, Page, QueueCounts, Taken, Wanted,
 };
 
@@ -325,8 +325,8 @@ impl Jobs for Observed {
         Ok(settled)
     }
 
-    async fn woken(&self, queue: &str) -> Woken {
-        self.ledger.woken(queue).await
+    async fn woken(&self, queue: &str, ear: &Ear) -> Woken {
+        self.ledger.woken(queue, ear).await
     }
 }
 

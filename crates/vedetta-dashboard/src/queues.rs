@@ -15,14 +15,14 @@ use axum::http::header;
 use axum::http::request::Parts;
 use axum::response::{IntoResponse as _, Response};
 use bytes::Bytes;
-use futures_util::{poll, stream};
+use futures_util::{FutureExt as _, poll, stream};
 use tokio::sync::oneshot;
 use tokio::time::{Instant, sleep, sleep_until};
 use vedetta_core::queue::Woken;
 use vedetta_jobs::wire::{
     GivenJob, LEASES, LONGEST_WAIT, MOST_TAKEN, QueueMode, Queues, Take, Taken,
 };
-use vedetta_jobs::{Fate, JobsError, LEASE, Ledger, Mode, Wanted, check_name};
+use vedetta_jobs::{Ear, Fate, JobsError, LEASE, Ledger, Mode, Wanted, check_name};
 
 use crate::api::Context;
 use crate::error::ApiError;
@@ -103,9 +103,12 @@ pub(crate) async fn take(
     let asked = Asked { queue, worker: take.worker, room, capacity, lease };
     let ledger = ledger(&context)?;
     let until = Instant::now() + Duration::from_millis(take.wait_ms).min(LONGEST_WAIT);
+    let ear = Ear::default();
+    // What was rung before the first look is of no interest.
+    while ledger.woken(&asked.queue, &ear).now_or_never().is_some() {}
     loop {
         // Before the look, so that nothing falls between the two.
-        let mut woken = std::pin::pin!(ledger.woken(&asked.queue));
+        let mut woken = std::pin::pin!(ledger.woken(&asked.queue, &ear));
         let was_woken = poll!(woken.as_mut()).is_ready();
         let found = hand_out(Arc::clone(ledger), asked.clone()).await?;
         let now = Instant::now();
@@ -152,7 +155,8 @@ pub(crate) async fn wake(
     query: Query,
 ) -> Result<Response, ApiError> {
     query.end()?;
-    let mut bell = Bell { ledger: Arc::clone(ledger(&context)?), queue, next: None, context };
+    let ledger = Arc::clone(ledger(&context)?);
+    let mut bell = Bell { ledger, queue, ear: Arc::default(), next: None, context };
     // From now on, and not from when the client has read this much.
     bell.listen().await;
     let body = Body::from_stream(stream::unfold(bell, Bell::next));
@@ -162,6 +166,7 @@ pub(crate) async fn wake(
 struct Bell {
     ledger: Arc<dyn Ledger>,
     queue: String,
+    ear: Arc<Ear>,
     next: Option<Next>,
     context: Context,
 }
@@ -176,8 +181,9 @@ impl Bell {
     /// Begins to wait for the next wake-up.
     async fn listen(&mut self) {
         let (ledger, queue) = (Arc::clone(&self.ledger), self.queue.clone());
+        let ear = Arc::clone(&self.ear);
         let mut coming: Pin<Box<dyn Future<Output = Woken> + Send>> =
-            Box::pin(async move { ledger.woken(&queue).await });
+            Box::pin(async move { ledger.woken(&queue, &ear).await });
         self.next = Some(match poll!(coming.as_mut()) {
             std::task::Poll::Ready(woken) => Next::Known(woken),
             std::task::Poll::Pending => Next::Coming(coming),

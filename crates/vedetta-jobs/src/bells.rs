@@ -1,59 +1,73 @@
 use std::collections::HashMap;
-use std::mem::take;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
-use tokio::sync::oneshot;
+use tokio::sync::watch;
 use vedetta_core::queue::Woken;
 
-/// Wakes who works a queue: all that wait, as the first of them may have no room; or else the next.
+/// How much somebody who works a queue has heard of its wake-ups: nothing at first.
 #[derive(Debug, Default)]
-pub(crate) struct Bells(Mutex<HashMap<Box<str>, Bell>>);
-
-#[derive(Debug, Default)]
-struct Bell {
-    waiting: Vec<oneshot::Sender<Woken>>,
-    /// Rung while nobody waited.
-    more: bool,
-    look: bool,
+pub struct Ear {
+    more: AtomicU64,
+    look: AtomicU64,
 }
 
-impl Bell {
-    fn ring(&mut self, what: Woken) {
-        let heard = self.waiting.drain(..).filter_map(|waiting| waiting.send(what).ok()).count();
-        match what {
-            Woken::More => self.more |= heard == 0,
-            Woken::Look => self.look |= heard == 0,
-        }
-    }
-
-    fn was_rung(&mut self) -> Option<Woken> {
-        if take(&mut self.look) {
+impl Ear {
+    /// What it has not heard yet, and now has.
+    fn hear(&self, rung: Rung) -> Option<Woken> {
+        if self.look.swap(rung.look, Ordering::Relaxed) != rung.look {
             return Some(Woken::Look);
         }
-        take(&mut self.more).then_some(Woken::More)
+        (self.more.swap(rung.more, Ordering::Relaxed) != rung.more).then_some(Woken::More)
     }
 }
 
-/// Somebody who waits. If they go away as they are told, it is for the others to hear.
-struct Waiter<'a> {
-    bells: &'a Bells,
-    queue: &'a str,
-    heard: oneshot::Receiver<Woken>,
+/// How often it was rung.
+#[derive(Debug, Clone, Copy, Default)]
+struct Rung {
+    more: u64,
+    look: u64,
 }
 
-impl Drop for Waiter<'_> {
-    fn drop(&mut self) {
-        self.heard.close();
-        if let Ok(what) = self.heard.try_recv() {
-            self.bells.ring(self.queue, what);
+/// Wakes all who work a queue, each of them, also those who do not listen just now: the first of them may
+/// have no room, and who runs a job that was called off is not known here.
+#[derive(Debug, Default)]
+pub(crate) struct Bell(watch::Sender<Rung>);
+
+impl Bell {
+    pub(crate) fn ring(&self, what: Woken) {
+        self.0.send_modify(|rung| match what {
+            Woken::More => rung.more += 1,
+            Woken::Look => rung.look += 1,
+        });
+    }
+
+    /// Until it is rung; also if that was before, and this ear has not heard it. A dropped future has heard
+    /// nothing.
+    pub(crate) fn rung<'e>(&self, ear: &'e Ear) -> impl Future<Output = Woken> + Send + use<'e> {
+        let mut rings = self.0.subscribe();
+        async move {
+            loop {
+                let rung = *rings.borrow_and_update();
+                if let Some(what) = ear.hear(rung) {
+                    return what;
+                }
+                if rings.changed().await.is_err() {
+                    std::future::pending::<()>().await; // nobody will ring it
+                }
+            }
         }
     }
 }
+
+/// One for each queue.
+#[derive(Debug, Default)]
+pub(crate) struct Bells(Mutex<HashMap<Box<str>, Bell>>);
 
 impl Bells {
     pub(crate) fn ring(&self, queue: &str, what: Woken) {
         let mut bells = self.0.lock();
-        match bells.get_mut(queue) {
+        match bells.get(queue) {
             Some(bell) => bell.ring(what),
             None => bells.entry(queue.into()).or_default().ring(what),
         }
@@ -61,25 +75,49 @@ impl Bells {
 
     /// For who cannot tell what was missed.
     pub(crate) fn ring_all(&self) {
-        for bell in self.0.lock().values_mut() {
+        for bell in self.0.lock().values() {
             bell.ring(Woken::Look);
             bell.ring(Woken::More);
         }
     }
 
-    /// Until it is rung; also if that was before.
-    pub(crate) async fn rung(&self, queue: &str) -> Woken {
-        let (tell, heard) = oneshot::channel();
-        {
-            let mut bells = self.0.lock();
-            let bell = bells.entry(queue.into()).or_default();
-            if let Some(what) = bell.was_rung() {
-                return what;
-            }
-            bell.waiting.retain(|waiting| !waiting.is_closed());
-            bell.waiting.push(tell);
-        }
-        let mut waiter = Waiter { bells: self, queue, heard };
-        (&mut waiter.heard).await.unwrap_or(Woken::More)
+    /// See [`Bell::rung`].
+    pub(crate) async fn rung(&self, queue: &str, ear: &Ear) -> Woken {
+        let rung = self.0.lock().entry(queue.into()).or_default().rung(ear);
+        rung.await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::FutureExt as _;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn everybody_hears_every_wake_up_also_those_who_did_not_listen() {
+        let (bells, anna, ben) = (Bells::default(), Ear::default(), Ear::default());
+        let heard = |ear| bells.rung("films", ear).now_or_never();
+        assert_eq!((heard(&anna), heard(&ben)), (None, None));
+
+        // Anna listens while it rings, Ben between two of his waits.
+        let listens = bells.rung("films", &anna);
+        bells.ring("films", Woken::Look);
+        bells.ring("films", Woken::More);
+        bells.ring("other", Woken::More);
+        assert_eq!(listens.await, Woken::Look);
+        assert_eq!(heard(&anna), Some(Woken::More));
+        assert_eq!((heard(&ben), heard(&ben)), (Some(Woken::Look), Some(Woken::More)));
+        assert_eq!((heard(&anna), heard(&ben)), (None, None));
+
+        // Who goes away has heard nothing.
+        let mut leaves = Box::pin(bells.rung("films", &anna));
+        assert_eq!(futures_util::poll!(leaves.as_mut()), std::task::Poll::Pending);
+        bells.ring("films", Woken::Look);
+        drop(leaves);
+        assert_eq!(heard(&anna), Some(Woken::Look));
+
+        bells.ring_all();
+        assert_eq!((heard(&ben), heard(&ben)), (Some(Woken::Look), Some(Woken::More)));
     }
 }

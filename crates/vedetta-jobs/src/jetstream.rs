@@ -33,7 +33,7 @@ use async_nats::connection::State as Connection;
 use async_nats::jetstream::consumer::{PullConsumer, pull::BatchConfig};
 use async_nats::jetstream::context::PublishErrorKind;
 use async_nats::jetstream::{AckKind, Context};
-use async_nats::{Client, ConnectOptions, Event, Request, ServerAddr};
+use async_nats::{Client, ConnectOptions, Event, Request, ServerAddr, Subject};
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures_util::future::{join_all, try_join_all};
@@ -46,8 +46,9 @@ use tokio_util::sync::CancellationToken;
 use vedetta_core::JobState;
 use vedetta_core::queue::{Kept, Settled, Woken};
 
-use self::intake::{State, Story};
+use self::intake::{Held, State, Story};
 use self::letter::{Asked, Death, HEADERS, Letter};
+use crate::bells::{Bell, Ear};
 use crate::job::{
     Claim, DEFAULT_QUEUE, Enqueued, Fate, Given, Job, JobId, JobsError, Json, LONGEST_TEXT, NewJob,
     Note, When, check_name, shortened, tail,
@@ -64,6 +65,8 @@ const PUBLISHED: usize = 1000;
 const LONGEST_DELAY: Duration = Duration::from_secs(10 * 365 * 86_400);
 /// What is less than this part of a lease is nothing.
 const JUST_BEFORE: u32 = 60;
+/// So many are worth beginning with, while more are on their way.
+const BUNCH: usize = 128;
 /// What comes at once comes within so long.
 const AT_ONCE: Duration = Duration::from_millis(5);
 
@@ -199,10 +202,8 @@ struct Shared {
     leave: mpsc::Sender<oneshot::Sender<()>>,
     /// For takes: something came, or a pull ended.
     turn: Notify,
-    /// For workers: the same.
-    more: Notify,
-    /// For workers: something that was handed out is lost.
-    look: Notify,
+    /// For workers: the same, or something that was handed out is lost.
+    bell: Bell,
 }
 
 impl JetStream {
@@ -233,8 +234,7 @@ impl JetStream {
             state: Mutex::new(State::new(inbox)),
             leave,
             turn: Notify::new(),
-            more: Notify::new(),
-            look: Notify::new(),
+            bell: Bell::default(),
         });
         let stop = CancellationToken::new();
         let intake = tokio::spawn({
@@ -341,7 +341,7 @@ impl Jobs for JetStream {
                 shared.tell(id, &Asked::of(job), || job.payload.clone(), &Step::queued());
             }
         }
-        shared.more.notify_one();
+        shared.bell.ring(Woken::More);
         Ok(enqueued)
     }
 
@@ -386,49 +386,55 @@ impl Jobs for JetStream {
         }
         let connects = shared.connects();
         // Those that are done; the last of them is confirmed, and with it the others.
-        let mut early: Vec<usize> = {
-            let mut state = shared.state.lock();
-            let is_to_say = |(_, (claim, fate)): &(usize, &(Claim, Fate))| {
-                let held = state.held(*claim);
-                matches!(fate, Fate::Done { .. }) && held.is_some_and(|held| held.settled.is_none())
-            };
-            ended.iter().enumerate().filter(is_to_say).map(|(at, _)| at).collect()
-        };
+        let mut early = shared.done(ended);
         early.pop();
-        for at in &early {
-            shared.acknowledge(ended[*at].0).await?;
+        for (_, reply) in &early {
+            let said = shared.client.publish(reply.clone(), AckKind::Ack.into()).await;
+            said.map_err(|error| unavailable("acknowledging", error))?;
         }
-        let is_early = |at: &usize| early.binary_search(at).is_ok();
+        let is_early = |at: &usize| early.binary_search_by_key(at, |(at, _)| *at).is_ok();
         let rest = (0..ended.len()).filter(|at| !is_early(at));
         let rest = rest.map(async |at| {
             let (claim, fate) = &ended[at];
-            shared.settle(*claim, fate, Confirmed::Not).await.map(|settled| (at, settled))
+            shared.settle(*claim, fate).await.map(|settled| (at, settled))
         });
-        let settled = join_all(rest).await;
-        let mut settled: Vec<(usize, Settled)> = settled.into_iter().collect::<Result<_, _>>()?;
+        let mut answers = vec![Settled::Stale; ended.len()];
+        for answer in join_all(rest).await {
+            let (at, settled) = answer?;
+            answers[at] = settled;
+        }
         if !early.is_empty() && shared.connects() != connects {
             return Err(JobsError::Unavailable("the connection to NATS was lost meanwhile".into()));
         }
-        for at in early {
-            let (claim, fate) = &ended[at];
-            settled.push((at, shared.settle(*claim, fate, Confirmed::ByTheLast).await?));
+        let told = {
+            let (mut state, now) = (shared.state.lock(), Instant::now());
+            let mut told = Vec::new();
+            for (at, _) in early {
+                if let Some(held) = state.held(ended[at].0, now) {
+                    told.extend(shared.done_step(held, &ended[at].1));
+                    answers[at] = Settled::Gone;
+                    state.is_over(ended[at].0.id.0);
+                }
+            }
+            ended.iter().for_each(|(claim, _)| state.let_go(*claim));
+            told
+        };
+        if let Some(telling) = &shared.telling {
+            for job in told {
+                telling.tell_end(job).await;
+            }
         }
-        settled.sort_unstable_by_key(|(at, _)| *at);
-        let settled = settled.into_iter().map(|(_, settled)| settled).collect();
-        let mut state = shared.state.lock();
-        ended.iter().for_each(|(claim, _)| state.let_go(*claim));
-        Ok(settled)
+        Ok(answers)
     }
 
-    async fn woken(&self, queue: &str) -> Woken {
+    async fn woken(&self, queue: &str, ear: &Ear) -> Woken {
         let shared = &self.shared;
         if queue != shared.options.queue {
             return std::future::pending().await;
         }
         tokio::select! {
             biased;
-            () = shared.look.notified() => Woken::Look,
-            () = shared.more.notified() => Woken::More,
+            woken = shared.bell.rung(ear) => woken,
             // Nobody says so when a message comes and no pull is open: so take a look now and then.
             () = sleep(shared.options.fetch_timeout) => Woken::More,
         }
@@ -484,7 +490,7 @@ impl Shared {
         // What has come just now may be on its way through the pull that is open.
         let open = self.state.lock().pull.as_ref().map(|pull| pull.number);
         if let Some(number) = open
-            && !self.ends(number, AT_ONCE).await
+            && self.brings(number, AT_ONCE).await != Brought::All
         {
             return Ok(());
         }
@@ -494,7 +500,7 @@ impl Shared {
         }
         let Some(number) = self.pull(wanted).await? else { return Ok(()) };
         let mut patience = AT_ONCE;
-        while !self.ends(number, patience).await {
+        while self.brings(number, patience).await == Brought::Nothing {
             match self.is_there_more().await? {
                 Some(true) => {}
                 // Or it is on its way to here.
@@ -506,8 +512,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Whether a pull has ended before nothing was heard of it for so long.
-    async fn ends(&self, number: u64, silence: Duration) -> bool {
+    /// What a pull has brought before nothing was heard of it for so long.
+    async fn brings(&self, number: u64, silence: Duration) -> Brought {
         let began = Instant::now();
         loop {
             // From here on it is not missed.
@@ -515,12 +521,15 @@ impl Shared {
             let until = {
                 let state = self.state.lock();
                 if state.pull.as_ref().is_none_or(|pull| pull.number != number) {
-                    return true;
+                    return Brought::All;
+                }
+                if state.ready.len() >= BUNCH {
+                    return Brought::Some;
                 }
                 began.max(state.heard_at) + silence
             };
             if until <= Instant::now() {
-                return false;
+                return Brought::Nothing;
             }
             let _ = timeout_at(until, turn).await;
         }
@@ -591,10 +600,14 @@ impl Shared {
         while cost < wanted.room {
             let Some((letter, asked, until)) = state.next(self.options.ack_wait) else { break };
             cost = cost.saturating_add(asked.cost.min(wanted.capacity));
-            let held = state.hold(Arc::clone(&letter), wanted.worker, until);
-            let step = Step::of(JobState::Running, held.attempt, &letter, &held.story);
+            let story =
+                if self.telling.is_some() { Story::of(wanted.worker) } else { Story::default() };
+            let held = state.hold(Arc::clone(&letter), story, until);
             let id = JobId(letter.sequence);
-            self.tell(id, &asked, || letter.payload(), &step);
+            if self.telling.is_some() {
+                let step = Step::of(JobState::Running, held.attempt, &letter, &held.story);
+                self.tell(id, &asked, || letter.payload(), &step);
+            }
             jobs.push(Given {
                 claim: Claim { id, token: letter.delivery },
                 kind: asked.kind,
@@ -627,12 +640,12 @@ impl Shared {
     }
 
     async fn keep(&self, claim: Claim, note: &Note) -> Result<Kept, JobsError> {
-        let found = self.state.lock().held(claim).map(|held| Arc::clone(&held.letter));
-        let Some(letter) = found else { return Ok(Kept::Lost) };
         let asked = Instant::now();
+        let found = self.state.lock().held(claim, asked).map(|held| Arc::clone(&held.letter));
+        let Some(letter) = found else { return Ok(Kept::Lost) };
         self.confirm(&letter, AckKind::Progress).await?;
         let mut state = self.state.lock();
-        let Some(held) = state.held(claim) else { return Ok(Kept::Lost) };
+        let Some(held) = state.held(claim, Instant::now()) else { return Ok(Kept::Lost) };
         held.until = asked + self.options.ack_wait;
         if !note.is_empty() && self.telling.is_some() {
             let story = &mut held.story;
@@ -649,14 +662,31 @@ impl Shared {
         Ok(Kept::Ours)
     }
 
-    /// Says that a job is done, without waiting for the server.
-    async fn acknowledge(&self, claim: Claim) -> Result<(), JobsError> {
-        let reply = match self.state.lock().held(claim) {
-            Some(held) if held.settled.is_none() => held.letter.reply.clone(),
-            _ => return Ok(()),
+    /// Those that are done and still ours, in order, and where to say so.
+    fn done(&self, ended: &[(Claim, Fate)]) -> Vec<(usize, Subject)> {
+        let (mut state, now) = (self.state.lock(), Instant::now());
+        let done =
+            ended.iter().enumerate().filter(|(_, (_, fate))| matches!(fate, Fate::Done { .. }));
+        let done = done.filter_map(|(at, (claim, _))| {
+            let held = state.held(*claim, now).filter(|held| held.settled.is_none())?;
+            Some((at, held.letter.reply.clone()))
+        });
+        done.collect()
+    }
+
+    /// What a monitor is told of it, if there is one.
+    fn done_step(&self, held: &Held, fate: &Fate) -> Option<Job> {
+        let (Some(_), Ok(asked), Fate::Done { result }) = (&self.telling, &held.letter.asked, fate)
+        else {
+            return None;
         };
-        let said = self.client.publish(reply, Bytes::from(AckKind::Ack)).await;
-        said.map_err(|error| unavailable("acknowledging", error))
+        let letter = &held.letter;
+        let step = Step {
+            result: result.clone(),
+            progress: 1.0,
+            ..Step::of(JobState::Done, held.attempt, letter, &held.story)
+        };
+        Some(self.told(JobId(letter.sequence), asked, letter.payload(), &step))
     }
 
     /// How often there was a connection.
@@ -664,13 +694,8 @@ impl Shared {
         self.client.statistics().connects.load(Ordering::Relaxed)
     }
 
-    async fn settle(
-        &self,
-        claim: Claim,
-        fate: &Fate,
-        confirmed: Confirmed,
-    ) -> Result<Settled, JobsError> {
-        let (letter, attempt, story) = match self.state.lock().held(claim) {
+    async fn settle(&self, claim: Claim, fate: &Fate) -> Result<Settled, JobsError> {
+        let (letter, attempt, story) = match self.state.lock().held(claim, Instant::now()) {
             None => return Ok(Settled::Stale),
             Some(held) => match held.settled {
                 Some(settled) => return Ok(settled),
@@ -682,9 +707,7 @@ impl Shared {
         let back = |after: Duration| AckKind::Nak(Some(after.min(LONGEST_DELAY)));
         let settled = match fate {
             Fate::Done { result } => {
-                if confirmed == Confirmed::Not {
-                    self.confirm(&letter, AckKind::Ack).await?;
-                }
+                self.confirm(&letter, AckKind::Ack).await?;
                 (step.status, step.result) = (JobState::Done, result.clone());
                 step.progress = 1.0;
                 Settled::Gone
@@ -730,7 +753,7 @@ impl Shared {
                 }
                 _ => {}
             }
-            if let Some(held) = state.held(claim) {
+            if let Some(held) = state.held(claim, Instant::now()) {
                 held.settled = Some(settled);
             }
         }
@@ -785,14 +808,7 @@ impl Shared {
             state.is_over(letter.sequence);
             attempts
         };
-        let story = Story {
-            worker: None,
-            started_at: None,
-            progress: 0.0,
-            message: None,
-            log: String::new(),
-        };
-        let mut step = Step::of(JobState::Dead, attempts, letter, &story);
+        let mut step = Step::of(JobState::Dead, attempts, letter, &Story::default());
         step.error = Some(why.error.to_owned());
         self.tell_end(letter, &step).await;
     }
@@ -851,12 +867,15 @@ impl Shared {
     }
 }
 
-/// Whether the server knows that a job is done.
+/// What has come of a pull.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Confirmed {
-    Not,
-    /// It reads a line in order: what it confirms is true of all that was said before on the same line.
-    ByTheLast,
+enum Brought {
+    /// All that it was opened for, or that there is.
+    All,
+    /// Enough to begin with.
+    Some,
+    /// No more for a while.
+    Nothing,
 }
 
 /// What a monitor is told of a job, beside what it was asked for.
@@ -874,13 +893,6 @@ struct Step {
 impl Step {
     fn queued() -> Self {
         let now = SystemTime::now();
-        let story = Story {
-            worker: None,
-            started_at: None,
-            progress: 0.0,
-            message: None,
-            log: String::new(),
-        };
         Self {
             status: JobState::Waiting,
             attempts: 0,
@@ -889,7 +901,7 @@ impl Step {
             progress: 0.0,
             result: None,
             error: None,
-            story,
+            story: Story::default(),
         }
     }
 

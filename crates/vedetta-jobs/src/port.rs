@@ -5,6 +5,7 @@ use std::time::{Duration, SystemTime};
 use async_trait::async_trait;
 use vedetta_core::queue::{Kept, Settled, Woken};
 
+use crate::bells::Ear;
 use crate::job::{
     Change, Claim, Enqueued, Fate, Filter, Given, Job, JobId, JobsError, Mode, NewJob, Note, Page,
     QueueCounts,
@@ -29,8 +30,8 @@ pub trait Jobs: Send + Sync + 'static {
     async fn settle(&self, ended: &[(Claim, Fate)]) -> Result<Vec<Settled>, JobsError>;
 
     /// Returns when there may be more to take in a queue, or a lease of it may be lost. What happens
-    /// between two calls is not lost.
-    async fn woken(&self, queue: &str) -> Woken;
+    /// between two calls with the same ear is not lost.
+    async fn woken(&self, queue: &str, ear: &Ear) -> Woken;
 }
 
 /// What a worker asks for.

@@ -33,7 +33,7 @@ use vedetta_db::postgres::tokio_postgres::{Error, Row};
 use vedetta_db::postgres::{GenericClient, Heard, Postgres, PostgresError, Transaction};
 
 use self::enqueue::{Asked, FEW};
-use crate::bells::Bells;
+use crate::bells::{Bells, Ear};
 use crate::job::{
     Claim, Enqueued, Fate, Given, JobId, JobsError, Json, LONGEST_NAME, LONGEST_TEXT, NewJob, Note,
     PRIORITY_STEP, QueueCounts, shortened, tail,
@@ -546,8 +546,8 @@ impl Jobs for PostgresJobs {
         Ok(settled)
     }
 
-    async fn woken(&self, queue: &str) -> Woken {
-        self.desk.bells.rung(queue).await
+    async fn woken(&self, queue: &str, ear: &Ear) -> Woken {
+        self.desk.bells.rung(queue, ear).await
     }
 }
 

@@ -40,7 +40,7 @@ use tokio::time::{sleep, timeout};
 use vedetta_core::Backoff;
 use vedetta_core::queue::{Kept, Settled, Woken};
 
-use crate::bells::Bells;
+use crate::bells::{Bells, Ear};
 use crate::job::{Claim, Enqueued, Fate, JobsError, NewJob, Note, check_name};
 use crate::port::{Jobs, Taken, Wanted};
 use crate::wire;
@@ -412,10 +412,10 @@ impl Jobs for RemoteJobs {
         Ok(all)
     }
 
-    async fn woken(&self, queue: &str) -> Woken {
+    async fn woken(&self, queue: &str, ear: &Ear) -> Woken {
         tokio::select! {
             biased;
-            woken = self.bells.rung(queue) => woken,
+            woken = self.bells.rung(queue, ear) => woken,
             never = self.listen(queue) => match never {},
         }
     }

@@ -23,7 +23,7 @@ use vedetta_db::{
 };
 
 use self::index::{Index, LaneNo, Op};
-use crate::bells::Bells;
+use crate::bells::{Bells, Ear};
 use crate::job::{
     Change, Claim, Enqueued, Fate, Filter, Job, JobId, JobsError, Json, Mode, NewJob, Note, Page,
     QueueCounts,
@@ -354,8 +354,8 @@ impl Jobs for SqliteJobs {
         self.write(Purpose::Reclaim, settle).await
     }
 
-    async fn woken(&self, queue: &str) -> Woken {
-        self.desk.bells.rung(queue).await
+    async fn woken(&self, queue: &str, ear: &Ear) -> Woken {
+        self.desk.bells.rung(queue, ear).await
     }
 }
 

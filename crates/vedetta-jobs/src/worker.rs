@@ -28,6 +28,7 @@ use vedetta_core::{
 };
 use vedetta_runtime::{Hold, Limits, PullStatus, Puller, Pulling, Room};
 
+use crate::bells::Ear;
 use crate::job::{
     Claim, Fate, Given, JobId, JobsError, Json, LARGEST, LONGEST_TEXT, Note, check_name, shortened,
     tail,
@@ -280,6 +281,7 @@ impl Worker {
             worker: self,
             room: Arc::clone(&room),
             news: Arc::default(),
+            ear: Ear::default(),
             told_at: Mutex::new(None),
             pace: Mutex::default(),
             running: Arc::clone(&running),
@@ -493,6 +495,7 @@ struct Line {
     worker: Worker,
     room: Arc<Room>,
     news: Arc<News>,
+    ear: Ear,
     told_at: Mutex<Option<Instant>>,
     pace: Mutex<Pace>,
     running: Arc<Mutex<BTreeSet<JobId>>>,
@@ -665,7 +668,7 @@ impl Queue for Feed {
         };
         tokio::select! {
             biased;
-            woken = line.jobs.woken(&line.worker.queue) => woken,
+            woken = line.jobs.woken(&line.worker.queue, &line.ear) => woken,
             () = news => Woken::Look,
         }
     }

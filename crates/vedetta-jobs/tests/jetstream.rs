@@ -21,8 +21,9 @@ use vedetta_core::JobState;
 use vedetta_core::queue::{Kept, Settled, Woken};
 use vedetta_jobs::jetstream::{JetStream, Options};
 use vedetta_jobs::{
-    BoxError, Claim, Cost, DEFAULT_QUEUE, Enqueued, Fate, Given, Job, JobId, Jobs, JobsError, Kind,
-    Kinds, Ledger as _, Monitor, NewJob, Note, Outcome, Taken, Wanted, When, Work, Worker, Working,
+    BoxError, Claim, Cost, DEFAULT_QUEUE, Ear, Enqueued, Fate, Given, Job, JobId, Jobs, JobsError,
+    Kind, Kinds, Ledger as _, Monitor, NewJob, Note, Outcome, Taken, Wanted, When, Work, Worker,
+    Working,
 };
 
 use crate::suite::{HOUR, World, done, eventually};
@@ -88,12 +89,13 @@ async fn take(jobs: &JetStream, room: u32) -> Vec<Given> {
 
 /// Waits until there is one to take, and takes it alone.
 async fn comes(jobs: &JetStream) -> Given {
+    let ear = Ear::default();
     soon("a job comes", async {
         loop {
             if let Some(job) = take(jobs, 1).await.pop() {
                 return job;
             }
-            jobs.woken(DEFAULT_QUEUE).await;
+            jobs.woken(DEFAULT_QUEUE, &ear).await;
         }
     })
     .await
@@ -188,8 +190,8 @@ impl Jobs for Streams {
         Ok(settled)
     }
 
-    async fn woken(&self, queue: &str) -> Woken {
-        self.of(queue).await.woken(queue).await
+    async fn woken(&self, queue: &str, ear: &Ear) -> Woken {
+        self.of(queue).await.woken(queue, ear).await
     }
 }
 

@@ -99,10 +99,10 @@ async fn jobs_are_taken_on_with_what_else_is_done_in_a_transaction_or_not_at_all
     assert!(enqueued.iter().all(|enqueued| enqueued.is_new), "the key was left to nobody");
     world.rests().await;
     // What was said too early is over: only the commit wakes them.
-    world.falls_silent().await;
-    neighbour.falls_silent().await;
+    let ear = world.falls_silent().await;
+    let theirs = neighbour.falls_silent().await;
     tx.commit().await.unwrap();
-    tokio::join!(world.wakes(Woken::More), neighbour.wakes(Woken::More));
+    tokio::join!(world.wakes(&ear, Woken::More), neighbour.wakes(&theirs, Woken::More));
     assert_eq!(world.parcels().await, 1);
     assert_eq!(neighbour.take_one().await.claim.id, enqueued[0].id);
 

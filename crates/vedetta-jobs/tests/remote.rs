@@ -22,7 +22,7 @@ use vedetta_db::Db;
 use vedetta_jobs::remote::RemoteJobs;
 use vedetta_jobs::sqlite::{SCHEMA, SqliteJobs};
 use vedetta_jobs::{
-    Change, Claim, DEFAULT_QUEUE, Enqueued, Fate, Filter, Job, JobId, Jobs, JobsError, Ledger,
+    Change, Claim, DEFAULT_QUEUE, Ear, Enqueued, Fate, Filter, Job, JobId, Jobs, JobsError, Ledger,
     Mode, NewJob, Note, Page, QueueCounts, Taken, Wanted, Worker,
 };
 use vedetta_kv::Store;
@@ -102,8 +102,8 @@ impl Jobs for Both {
         self.workers.settle(ended).await
     }
 
-    async fn woken(&self, queue: &str) -> Woken {
-        self.workers.woken(queue).await
+    async fn woken(&self, queue: &str, ear: &Ear) -> Woken {
+        self.workers.woken(queue, ear).await
     }
 }
 
@@ -329,10 +329,11 @@ async fn many_ends_and_many_large_ones_go_in_several_requests() {
 async fn a_stream_of_wake_ups_is_opened_again_after_the_server_was_away() {
     let folder = tempfile::tempdir().unwrap();
     let server = Server::start(&folder, 0).await;
-    let (port, client) = (server.address.port(), server.client());
-    soon("it opens", async { while client.woken(DEFAULT_QUEUE).await != Woken::More {} }).await;
+    let (port, client, ear) = (server.address.port(), server.client(), Ear::default());
+    soon("it opens", async { while client.woken(DEFAULT_QUEUE, &ear).await != Woken::More {} })
+        .await;
     server.end().await;
-    let waits = async { while client.woken(DEFAULT_QUEUE).await != Woken::More {} };
+    let waits = async { while client.woken(DEFAULT_QUEUE, &ear).await != Woken::More {} };
     let (server, ()) =
         soon("it opens again", async { tokio::join!(Server::start(&folder, port), waits) }).await;
     server.end().await;
@@ -356,7 +357,9 @@ async fn a_server_that_people_sign_in_to_is_worked_over_tls_with_a_token() {
 
     let worker = client(Some(token.reveal()));
     worker.enqueue(&[job("a")]).await.unwrap();
-    soon("it opens", async { while worker.woken(DEFAULT_QUEUE).await != Woken::More {} }).await;
+    let ear = Ear::default();
+    soon("it opens", async { while worker.woken(DEFAULT_QUEUE, &ear).await != Woken::More {} })
+        .await;
     assert_eq!(worker.take(&wanted()).await.unwrap().jobs.len(), 1);
     for refused in [client(None), client(Some("vdt_wrong")), client(Some(eyes.reveal()))] {
         let refused = refused.enqueue(&[job("b")]).await;

@@ -90,7 +90,7 @@ fn changed_my_mind<T>(_: T) -> Result<(), JobsError> {
 async fn jobs_are_taken_on_with_what_else_is_written_or_not_at_all() {
     let world = Sqlite::new().await;
     let jobs = [NewJob::new("pack").unique("order-7"), NewJob::new("ship").queue("new")];
-    world.falls_silent().await;
+    let ear = world.falls_silent().await;
     let enqueue = {
         let jobs = jobs.clone();
         move |tx: &Connection, desk: &SqliteJobs| desk.enqueue_in(tx, &jobs)
@@ -101,7 +101,7 @@ async fn jobs_are_taken_on_with_what_else_is_written_or_not_at_all() {
     assert!(world.all(&Filter::default()).await.is_empty());
     world.rests().await;
 
-    let (enqueued, ()) = tokio::join!(world.write(enqueue), world.wakes(Woken::More));
+    let (enqueued, ()) = tokio::join!(world.write(enqueue), world.wakes(&ear, Woken::More));
     let enqueued: Vec<Enqueued> = enqueued.unwrap();
     assert!(enqueued.iter().all(|enqueued| enqueued.is_new), "the key was left to nobody");
     assert_eq!(world.parcels().await, 1);

@@ -10,7 +10,7 @@
 //! wait for company.
 //!
 //! So that the slots do not idle while a take is under way, as many items are held ahead as can run
-//! meanwhile: with long runs that is none, and others can have them.
+//! meanwhile, and as many again are asked for at once: with long runs that is none, and others can have them.
 //!
 //! Nothing is forgotten before it is settled: an end that the queue could not note is told again. A run
 //! whose lease is lost, or could not be prolonged in time, is ended: somebody else may have it by now.
@@ -37,7 +37,7 @@ const RECONNECT: Backoff =
     Backoff { first: Duration::from_millis(50), most: Duration::from_secs(5), jitter: 0.2 };
 
 /// Items held ahead at most, and ends told at once.
-const MOST: u32 = 1024;
+const MOST: u32 = 2048;
 
 /// After the grace of a stop, how long ends that the queue has not noted are told again.
 const LAST_WORDS: Duration = Duration::from_secs(5);
@@ -393,12 +393,16 @@ where
     fn ahead(&self) -> u32 {
         let ends = f64::from(self.options.limits.capacity.get()) * self.trip.0 / self.run_time.0;
         // Before the first run has ended it is no number.
-        if ends.is_finite() { f64::from(MOST).min(ends) as u32 } else { 0 }
+        if ends.is_finite() { f64::from(MOST / 2).min(ends) as u32 } else { 0 }
     }
 
     fn take(&mut self) {
-        let most = self.options.limits.capacity.get().saturating_add(self.ahead());
+        let ahead = self.ahead();
+        let most = self.options.limits.capacity.get().saturating_add(2 * ahead);
         let mut room = most.saturating_sub(self.load);
+        if room < ahead {
+            return; // a few at a time would cost as much as many
+        }
         if let Some(free) = self.runner.shared_room() {
             // What others have taken is no room for us.
             room = room.min(free.saturating_sub(self.waiting_cost()));

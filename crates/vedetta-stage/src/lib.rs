@@ -18,6 +18,7 @@
 //!
 //! How often work runs beside itself, and for how long, is [`vedetta_runtime::Puller`]'s business.
 
+mod desk;
 mod entities;
 mod entity;
 pub mod postgres;
@@ -28,7 +29,9 @@ pub mod sqlite;
 
 pub use entities::Entities;
 pub use entity::{BoxError, Entity, Limits, Stage, Version, Visit};
-pub use processor::{Backend, Ending, Processing, Processor, Saved, StageEvent, StageStatus};
+pub use processor::{
+    Answer, Backend, Ending, Going, Processing, Processor, Saved, StageEvent, StageStatus,
+};
 pub use record::{
     Claim, Claimed, Fate, Lane, LaneCounts, Page, Record, Records, Refused, SYSTEM, StageError,
     Which,

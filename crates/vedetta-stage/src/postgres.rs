@@ -10,7 +10,7 @@
 //!
 //! A claim does not wait for the disk: a claim lost with the server is as if it had not been made.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,7 +28,7 @@ use vedetta_db::postgres::{GenericClient, Heard, Postgres, PostgresError, Transa
 
 use crate::entities::{Entities, distinct};
 use crate::entity::{Entity, Version};
-use crate::processor::{Backend, Ending, Saved, caught};
+use crate::processor::{Answer, Backend, Ending, Going, Saved, caught};
 use crate::record::Records as _;
 use crate::record::{
     Claim, Claimed, Fate, Lane, LaneCounts, Page, Record, Refused, StageError, Tally, Which,
@@ -81,8 +81,11 @@ const CHANNEL: &str = "vedetta_stage";
 macro_rules! enqueue {
     ($from:literal) => {
         concat!(
-            "INSERT INTO vedetta_stage_record AS r (lane, id, shard, due_at, visit_at)
-             SELECT lane, id, shard, at, at FROM ",
+            "INSERT INTO vedetta_stage_record AS r
+                 (lane, id, shard, due_at, visit_at, token, held_until, seen)
+             SELECT lane, id, shard, coalesce(held_until, at), at, token, held_until,
+                    CASE WHEN held_until IS NULL THEN 0 ELSE 1 END
+             FROM ",
             $from,
             " ORDER BY lane, id COLLATE \"C\"
              ON CONFLICT (lane, id) DO UPDATE SET
@@ -103,34 +106,41 @@ macro_rules! enqueue {
 const ENQUEUE_AND_TELL: &str = concat!(
     "WITH enqueued AS (",
     enqueue!(
-        "(SELECT $1::integer AS lane, id, shard, now() + delay * interval '1 microsecond' AS at
+        "(SELECT $1::integer AS lane, id, shard, now() + delay * interval '1 microsecond' AS at,
+                 0::bigint AS token, NULL::timestamptz AS held_until
           FROM unnest($2::text[], $3::integer[], $4::bigint[]) AS u (id, shard, delay)) AS u"
     ),
     ") SELECT pg_notify('vedetta_stage', $5)"
 );
 
 /// From the system stage to others, and tells them: only for records that are still held with this token,
-/// which then go, unless something was written to them. The others' records come first, see above.
+/// which then go, unless something was written to them. The others' records come first, see above. Those with
+/// a token of their own are held under it at once, unless they are there already.
 /// If the server forgets this, the record of the system stage is still there: the commit need not reach the
 /// disk.
 const SORT: &str = concat!(
     "WITH sorted AS (",
     enqueue!(
-        "(SELECT lane, id, shard, now() + delay * interval '1 microsecond' AS at
-          FROM unnest($2::integer[], $3::text[], $4::integer[], $5::bigint[], $6::bigint[])
-               AS u (lane, id, shard, delay, token)
+        "(SELECT lane, id, shard, now() + delay * interval '1 microsecond' AS at, hold AS token,
+                 CASE WHEN hold <> 0 THEN now() + lease * interval '1 microsecond' END AS held_until
+          FROM unnest($2::integer[], $3::text[], $4::integer[], $5::bigint[], $6::bigint[],
+                      $10::bigint[], $11::bigint[])
+               AS u (lane, id, shard, delay, token, hold, lease)
           WHERE EXISTS (SELECT FROM vedetta_stage_record h
                         WHERE h.lane = $1 AND h.id = u.id AND h.token = u.token
                               AND h.held_until > now())) AS u"
     ),
-    " RETURNING 1)
-    DELETE FROM vedetta_stage_record
-    WHERE (SELECT count(*) FROM sorted) >= 0
-          AND (SELECT count(pg_notify('vedetta_stage', news)) FROM unnest($9::text[]) AS n (news)) >= 0
-          AND (SELECT set_config('synchronous_commit', 'off', true)) IS NOT NULL
-          AND lane = $1 AND id = ANY ($7) AND (token IN (SELECT unnest($8::bigint[]))) IS TRUE
-          AND held_until > now() AND version = seen
-    RETURNING token"
+    " RETURNING token),
+    removed AS (
+        DELETE FROM vedetta_stage_record
+        WHERE (SELECT count(*) FROM sorted) >= 0
+              AND (SELECT count(pg_notify('vedetta_stage', news)) FROM unnest($9::text[]) AS n (news)) >= 0
+              AND (SELECT set_config('synchronous_commit', 'off', true)) IS NOT NULL
+              AND lane = $1 AND id = ANY ($7) AND (token IN (SELECT unnest($8::bigint[]))) IS TRUE
+              AND held_until > now() AND version = seen
+        RETURNING token)
+    SELECT token FROM removed UNION ALL
+    SELECT token FROM sorted WHERE token <> 0 AND token = ANY ($10)"
 );
 
 // The token of a claim is a random number that nobody else has, mixed with the id, so that an id and a token
@@ -489,7 +499,7 @@ impl crate::record::Records for Records {
         let (ids, tokens) = columns(held.iter().copied());
         let params: [&(dyn ToSql + Sync); 4] = [&lane.0, &ids, &tokens, &micros(lease)];
         let kept: Vec<i64> = query(&client, KEEP, &params).await?;
-        let kept: std::collections::HashSet<i64> = kept.into_iter().collect();
+        let kept: HashSet<i64> = kept.into_iter().collect();
         let answer = |token| if kept.contains(token) { Kept::Ours } else { Kept::Lost };
         Ok(tokens.iter().map(answer).collect())
     }
@@ -789,50 +799,76 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
         Ok(updated)
     }
 
-    /// Settles what saves nothing.
+    /// Settles what saves nothing. Which tokens of those that go elsewhere are held.
     async fn settle_plain(
         &self,
         lane: Lane,
         endings: &[&Ending<E>],
-    ) -> Result<Vec<Settled>, StageError> {
+    ) -> Result<(Vec<Settled>, HashSet<i64>), StageError> {
         let records = &self.records;
         let ends: Vec<_> = endings.iter().map(|ending| (&ending.claim, &ending.fate)).collect();
         if endings.iter().all(|ending| ending.visits.is_empty()) {
             let ends: Vec<_> =
                 ends.into_iter().map(|(claim, fate)| (claim.clone(), fate.clone())).collect();
-            return records.settle(lane, &ends).await;
+            return Ok((records.settle(lane, &ends).await?, HashSet::new()));
         }
-        let mut visits: BTreeMap<(i32, &str), (i64, i64)> = BTreeMap::new();
+        let mut visits: BTreeMap<(i32, &str), (i64, &Going)> = BTreeMap::new();
         for ending in endings {
-            for (lane, delay) in &ending.visits {
-                let visit = (micros(*delay), ending.claim.token);
-                visits.insert((lane.0, &ending.claim.id), visit);
+            for going in &ending.visits {
+                visits.insert((going.lane.0, &ending.claim.id), (ending.claim.token, going));
             }
         }
         let lanes: Vec<i32> = visits.keys().map(|(lane, _)| *lane).collect();
         let ids: Vec<&str> = visits.keys().map(|(_, id)| *id).collect();
         let shards: Vec<i32> = ids.iter().map(|id| i32::from(self.shard(id))).collect();
-        let (delays, tokens): (Vec<i64>, Vec<i64>) = visits.values().copied().unzip();
+        let tokens: Vec<i64> = visits.values().map(|(token, _)| *token).collect();
+        let delays: Vec<i64> = visits.values().map(|(_, going)| micros(going.after)).collect();
+        let own = |(_, going): &(i64, &Going)| going.hold.map_or((0, 0), |(t, l)| (t, micros(l)));
+        let (own_tokens, leases): (Vec<i64>, Vec<i64>) = visits.values().map(own).unzip();
 
-        let mut told = lanes.clone();
+        // Nobody else can take what is held.
+        let mut told: Vec<i32> = visits
+            .iter()
+            .filter(|(_, (_, g))| g.hold.is_none())
+            .map(|((lane, _), _)| *lane)
+            .collect();
         told.dedup();
         let news: Vec<String> = told.iter().map(|lane| records.bells.news(Lane(*lane))).collect();
         let gone = ends.iter().filter(|(_, fate)| **fate == Fate::Gone).map(|(claim, _)| *claim);
         let (gone, gone_tokens) = columns(gone);
 
-        let params: [&(dyn ToSql + Sync); 9] =
-            [&lane.0, &lanes, &ids, &shards, &delays, &tokens, &gone, &gone_tokens, &news];
-        let removed: Vec<i64> = query(&records.db.client().await?, SORT, &params).await?;
-        told.into_iter().for_each(|lane| records.bells.ring(Lane(lane)));
-        let mut answers: HashMap<i64, Settled> =
-            removed.into_iter().map(|token| (token, Settled::Gone)).collect();
+        let params: [&(dyn ToSql + Sync); 11] = [
+            &lane.0,
+            &lanes,
+            &ids,
+            &shards,
+            &delays,
+            &tokens,
+            &gone,
+            &gone_tokens,
+            &news,
+            &own_tokens,
+            &leases,
+        ];
+        let found: Vec<i64> = query(&records.db.client().await?, SORT, &params).await?;
+        let found: HashSet<i64> = found.into_iter().collect();
+        let held: HashSet<i64> =
+            own_tokens.into_iter().filter(|token| found.contains(token)).collect();
+        let due =
+            visits.iter().filter(|(_, (_, g))| g.hold.is_none_or(|(t, _)| !held.contains(&t)));
+        let mut rung: Vec<i32> = due.map(|((lane, _), _)| *lane).collect();
+        rung.dedup();
+        rung.into_iter().for_each(|lane| records.bells.ring(Lane(lane)));
+        let gone = ends.iter().map(|(claim, _)| claim.token).filter(|token| found.contains(token));
+        let mut answers: HashMap<i64, Settled> = gone.map(|token| (token, Settled::Gone)).collect();
         let left = ends.iter().filter(|(claim, _)| !answers.contains_key(&claim.token));
         let left: Vec<_> = left.map(|(claim, fate)| ((*claim).clone(), (*fate).clone())).collect();
         if !left.is_empty() {
             let settled = records.settle(lane, &left).await?;
             answers.extend(left.iter().map(|(claim, _)| claim.token).zip(settled));
         }
-        Ok(ends.iter().map(|(claim, _)| answers[&claim.token]).collect())
+        let answers = ends.iter().map(|(claim, _)| answers[&claim.token]).collect();
+        Ok((answers, held))
     }
 
     /// Saves entities and settles their records, in one transaction.
@@ -846,7 +882,7 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
         let tx = client.transaction().await?;
         let (ids, tokens) = columns(endings.iter().map(|ending| &ending.claim));
         let held: Vec<i64> = query(&tx, HOLD, &[&lane.0, &ids, &tokens]).await?;
-        let held: std::collections::HashSet<i64> = held.into_iter().collect();
+        let held: HashSet<i64> = held.into_iter().collect();
 
         let mut saving: Vec<(usize, (E, Version))> = Vec::with_capacity(held.len());
         for (index, ending) in endings.iter().enumerate() {
@@ -914,17 +950,15 @@ impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, Records, T> {
         Ok(self.table.load(&client, &ids).await?)
     }
 
-    async fn settle(
-        &self,
-        lane: Lane,
-        endings: Vec<Ending<E>>,
-    ) -> Result<Vec<Result<Saved, Refused>>, StageError> {
+    async fn settle(&self, lane: Lane, endings: Vec<Ending<E>>) -> Result<Answer, StageError> {
         let (saving, plain): (Vec<usize>, Vec<usize>) =
             (0..endings.len()).partition(|index| endings[*index].saves.is_some());
         let mut answers: Vec<Option<Result<Saved, Refused>>> = vec![None; endings.len()];
+        let mut held = HashSet::new();
         if !plain.is_empty() {
             let some: Vec<_> = plain.iter().map(|index| &endings[*index]).collect();
-            let settled = self.settle_plain(lane, &some).await?;
+            let settled;
+            (settled, held) = self.settle_plain(lane, &some).await?;
             for (index, settled) in plain.into_iter().zip(settled) {
                 answers[index] = Some(Ok(Saved::Settled(settled)));
             }
@@ -956,6 +990,7 @@ impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, Records, T> {
                 }
             }
         }
-        Ok(answers.into_iter().map(|answer| answer.expect("each was settled")).collect())
+        let saved = answers.into_iter().map(|answer| answer.expect("each was settled")).collect();
+        Ok(Answer { saved, held })
     }
 }

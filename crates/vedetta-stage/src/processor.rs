@@ -2,29 +2,36 @@
 //!
 //! Each stage has a [`Puller`] of its own, and so has the system stage, whose work is to ask the others.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::future::Future;
 use std::num::NonZeroU32;
 use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use tokio::sync::{Mutex, broadcast, watch};
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 use vedetta_core::queue::{End, Handed, Kept, Settled, Taken, Woken};
 use vedetta_core::{Failure, Handler, Queue, QueueError, RunEvent, explain};
 use vedetta_runtime::{PullStatus, Puller, Pulling};
 
+use crate::desk::{Desk, Handing};
 use crate::entity::{BoxError, Entity, Limits, Stage, Version, Visit};
 use crate::record::{Claim, Fate, Lane, Records, Refused, SYSTEM, StageError, Tally};
 
 /// Entities the system stage asks about at once.
 const SYSTEM_PARALLEL: NonZeroU32 = NonZeroU32::new(512).unwrap();
+
+/// What was handed over is begun within this part of a lease, or given back.
+const FRESH: u32 = 10;
+
+/// Nothing is waited for longer.
+const LONGEST: Duration = Duration::from_secs(24 * 3600);
 
 /// Records claimed at once, at most.
 const CLAIM: u32 = 1024;
@@ -53,12 +60,12 @@ pub trait Backend<E: Entity>: Clone + Send + Sync + 'static {
     fn load(&self, ids: Vec<E::Id>) -> impl Future<Output = Result<Vec<E>, StageError>> + Send;
 
     /// Settles records of a lane: of each what it saves, where it is to go next and what becomes of the
-    /// record, or nothing of it. What it says of each is in the order of `endings`.
+    /// record, or nothing of it.
     fn settle(
         &self,
         lane: Lane,
         endings: Vec<Ending<E>>,
-    ) -> impl Future<Output = Result<Vec<Result<Saved, Refused>>, StageError>> + Send;
+    ) -> impl Future<Output = Result<Answer, StageError>> + Send;
 }
 
 /// How the work on a record ended.
@@ -70,8 +77,28 @@ pub struct Ending<E> {
     pub fate: Fate,
     /// An entity to save, if it is still of this version.
     pub saves: Option<(E, Version)>,
-    /// Where the entity is to go, after how long.
-    pub visits: Vec<(Lane, Duration)>,
+    /// Where the entity is to go.
+    pub visits: Vec<Going>,
+}
+
+/// Where an entity is to go.
+#[derive(Debug, Clone, Copy)]
+pub struct Going {
+    /// To this queue.
+    pub lane: Lane,
+    /// After so long.
+    pub after: Duration,
+    /// If it is not there yet and the backend can do that, it is at once held under this token for so long.
+    pub hold: Option<(i64, Duration)>,
+}
+
+/// What came of some [`Ending`]s.
+#[derive(Debug)]
+pub struct Answer {
+    /// What it says of each is in their order.
+    pub saved: Vec<Result<Saved, Refused>>,
+    /// The tokens of those that are [held](Going::hold).
+    pub held: HashSet<i64>,
 }
 
 /// What came of an [`Ending`].
@@ -172,6 +199,8 @@ impl<E: Entity, B: Backend<E>> Processor<E, B> {
             let (name, limits) = (stage.name().to_owned(), stage.limits());
             lanes.push((*lane, name, limits, Work::Stage(Arc::clone(stage))));
         }
+        let desks = stages.iter().map(|(lane, _)| (*lane, Arc::new(Desk::default()))).collect();
+        let desks: Arc<HashMap<Lane, Arc<Desk<E>>>> = Arc::new(desks);
         let events = broadcast::Sender::new(EVENTS_KEPT);
         let pulls = lanes.into_iter().map(|(lane, name, limits, work)| {
             let counters = Arc::new(Counters::default());
@@ -185,7 +214,10 @@ impl<E: Entity, B: Backend<E>> Processor<E, B> {
                 owned: self.shards.clone(),
                 changed: Mutex::new(self.shards.clone()),
                 counters: Arc::clone(&counters),
-                entity: std::marker::PhantomData::<fn() -> E>,
+                is_rung: AtomicBool::new(true),
+                rest_until: parking_lot::Mutex::default(),
+                desk: desks.get(&lane).cloned(),
+                desks: Arc::clone(&desks),
             };
             let puller = Puller {
                 limits: vedetta_runtime::Limits {
@@ -202,7 +234,11 @@ impl<E: Entity, B: Backend<E>> Processor<E, B> {
         let counters = pulls.iter().map(|pull| (pull.lane, Arc::clone(&pull.counters))).collect();
         let stop = CancellationToken::new();
         let noting = tokio::spawn(note(records.clone(), counters, stop.clone()));
-        Ok(Processing { pulls, events, noting: AbortOnDropHandle::new(noting), stop })
+        let noting = AbortOnDropHandle::new(noting);
+        let leave = CancellationToken::new();
+        let leaving = tokio::spawn(leave_desks(records.clone(), desks, leave.clone()));
+        let leaving = AbortOnDropHandle::new(leaving);
+        Ok(Processing { pulls, events, noting, stop, leaving, leave })
     }
 }
 
@@ -272,12 +308,34 @@ async fn note(
     }
 }
 
+async fn leave_desks<E>(
+    records: impl Records,
+    desks: Arc<HashMap<Lane, Arc<Desk<E>>>>,
+    leave: CancellationToken,
+) {
+    leave.cancelled().await;
+    for (lane, desk) in desks.iter() {
+        give_back(&records, *lane, desk.close()).await;
+    }
+}
+
+/// If this fails they come back when their leases are over.
+async fn give_back(records: &impl Records, lane: Lane, claims: Vec<Claim>) {
+    if !claims.is_empty() {
+        let released: Vec<_> = claims.into_iter().map(|claim| (claim, Fate::Released)).collect();
+        let _ = records.settle(lane, &released).await;
+    }
+}
+
 /// A processor at work. Dropped, it ends at once, and what it held comes back when its leases lapse.
 pub struct Processing {
     pulls: Vec<Pull>,
     events: broadcast::Sender<StageEvent>,
     noting: AbortOnDropHandle<()>,
     stop: CancellationToken,
+    /// Gives back what was handed over and not begun.
+    leaving: AbortOnDropHandle<()>,
+    leave: CancellationToken,
 }
 
 /// What one stage is at, in this process.
@@ -321,7 +379,10 @@ impl Processing {
     /// Takes nothing more, lets what runs end within `grace`, and settles it. How many had to be ended.
     pub async fn stop(self, grace: Duration) -> usize {
         let stops = self.pulls.into_iter().map(|pull| pull.pulling.stop(grace));
-        let ended = futures_util::future::join_all(stops).await.into_iter().sum();
+        let stops = futures_util::future::join_all(stops);
+        self.leave.cancel();
+        let (ended, _) = tokio::join!(stops, self.leaving);
+        let ended = ended.into_iter().sum();
         self.stop.cancel();
         // A database that is away does not keep us.
         let _ = tokio::time::timeout(NOTE_EVERY, self.noting).await;
@@ -370,7 +431,7 @@ enum Item<E> {
 /// What came of it.
 enum Outcome<E> {
     Visited(Visit<E>, Version),
-    Sorted(Vec<(Lane, Duration)>),
+    Sorted(E, Vec<(Lane, Duration)>),
     Missing,
 }
 
@@ -410,7 +471,8 @@ impl<E: Entity> Handler<Item<E>> for Work<E> {
                     let wanted =
                         stages.iter().filter(|(_, stage)| stage.should_process_now(&entity));
                     let visits = wanted.map(|(lane, _)| (*lane, spread.mul_f64(fastrand::f64())));
-                    Ok(Outcome::Sorted(visits.collect()))
+                    let visits = visits.collect();
+                    Ok(Outcome::Sorted(entity, visits))
                 }
                 Self::Stage(stage) => {
                     let read = entity.version();
@@ -436,7 +498,14 @@ struct StageQueue<E, B> {
     /// The same, for who waits for a change.
     changed: Mutex<watch::Receiver<Arc<[u16]>>>,
     counters: Arc<Counters>,
-    entity: std::marker::PhantomData<fn() -> E>,
+    /// Something may be due that the last claim did not find.
+    is_rung: AtomicBool,
+    /// That claim found nothing more that is due before.
+    rest_until: parking_lot::Mutex<Option<Instant>>,
+    /// Of this stage; the system stage has none.
+    desk: Option<Arc<Desk<E>>>,
+    /// Of all stages here.
+    desks: Arc<HashMap<Lane, Arc<Desk<E>>>>,
 }
 
 impl<E: Entity, B: Backend<E>> StageQueue<E, B> {
@@ -476,6 +545,43 @@ impl<E: Entity, B: Backend<E>> StageQueue<E, B> {
         Ok(items.collect())
     }
 
+    /// Nothing is due for so long, as far as is known.
+    fn rest(&self) -> Option<Duration> {
+        let until = self.rest_until.lock().filter(|_| !self.is_rung.load(Ordering::Relaxed))?;
+        Some(until.saturating_duration_since(Instant::now()))
+    }
+
+    /// Under which token and for how long an entity is to be held for a stage here, if it goes there at once.
+    fn is_handed(&self, lane: Lane, after: Duration) -> Option<(i64, Duration)> {
+        let has_room = after.is_zero() && self.desks.get(&lane).is_some_and(|desk| desk.reserve());
+        // As long as a lease, from when it is taken.
+        has_room.then(|| (fastrand::i64(..), self.lease + self.lease / FRESH))
+    }
+
+    /// Hands over what is held.
+    async fn hand_over(
+        &self,
+        ended: &[(Claim, End<Outcome<E>>)],
+        going: Vec<Vec<Going>>,
+        held: &HashSet<i64>,
+        since: Instant,
+    ) {
+        for ((claim, end), going) in ended.iter().zip(going) {
+            let End::Done(Outcome::Sorted(entity, _)) = end else { continue };
+            for Going { lane, hold, .. } in going {
+                let Some(token) = hold.map(|(token, _)| token).filter(|token| held.contains(token))
+                else {
+                    continue;
+                };
+                let claim = Claim { id: Arc::clone(&claim.id), token, failures: 0 };
+                let handing = Handing { claim, entity: entity.clone(), since };
+                if let Err(claim) = self.desks[&lane].hand(handing) {
+                    give_back(self.backend.records(), lane, vec![claim]).await;
+                }
+            }
+        }
+    }
+
     fn failed(&self, claim: &Claim, error: String) -> Fate {
         let backoff = &self.limits.backoff;
         Fate::Failed {
@@ -495,7 +601,14 @@ impl<E: Entity, B: Backend<E>> StageQueue<E, B> {
             End::Done(Outcome::Visited(Visit::Updated { entity, again }, read)) => {
                 (fate(again), Some((entity.clone(), *read)), Vec::new())
             }
-            End::Done(Outcome::Sorted(visits)) => (Fate::Gone, None, visits.clone()),
+            End::Done(Outcome::Sorted(_, visits)) => {
+                let going = visits.iter().map(|(lane, after)| Going {
+                    lane: *lane,
+                    after: *after,
+                    hold: self.is_handed(*lane, *after),
+                });
+                (Fate::Gone, None, going.collect())
+            }
             End::Done(Outcome::Missing) => (Fate::Gone, None, Vec::new()),
             End::Failed(failure) => (self.failed(claim, failure.to_string()), None, Vec::new()),
             End::Released => (Fate::Released, None, Vec::new()),
@@ -511,6 +624,21 @@ impl<E: Entity, B: Backend<E>> Queue for StageQueue<E, B> {
 
     async fn take(&self, room: u32) -> Result<Taken<Claim, Item<E>>, QueueError> {
         let records = self.backend.records();
+        if let Some(desk) = &self.desk {
+            let (handed, old) = desk.take(room.min(CLAIM), self.lease / FRESH);
+            give_back(records, self.lane, old).await;
+            if !handed.is_empty() {
+                let taken = u32::try_from(handed.len()).unwrap_or(room);
+                desk.has_room(room.saturating_sub(taken));
+                let items = handed.into_iter().map(|Handing { claim, entity, .. }| {
+                    let item = Item::Entity(entity);
+                    Handed { claim, item, cost: 1 }
+                });
+                return Ok(Taken { items: items.collect(), rest: self.rest() });
+            }
+            desk.has_room(0);
+        }
+        self.is_rung.store(false, Ordering::Relaxed);
         let shards = Arc::clone(&self.owned.borrow());
         let claimed = records.claim(self.lane, &shards, room.min(CLAIM), self.lease).await;
         let claimed = claimed.map_err(|error| failed("claiming records", error))?;
@@ -525,6 +653,12 @@ impl<E: Entity, B: Backend<E>> Queue for StageQueue<E, B> {
                 return Err(failed("reading entities", error));
             }
         };
+        if let (Some(desk), Some(_)) = (&self.desk, claimed.rest) {
+            let taken = u32::try_from(claimed.claims.len()).unwrap_or(room);
+            desk.has_room(room.saturating_sub(taken));
+        }
+        let rest = claimed.rest.map(|rest| Instant::now() + rest.min(LONGEST));
+        *self.rest_until.lock() = rest;
         let handed = claimed.claims.into_iter().zip(items);
         let items = handed.map(|(claim, item)| Handed { claim, item, cost: 1 }).collect();
         Ok(Taken { items, rest: claimed.rest })
@@ -536,9 +670,15 @@ impl<E: Entity, B: Backend<E>> Queue for StageQueue<E, B> {
     }
 
     async fn settle(&self, ended: &[(Claim, End<Outcome<E>>)]) -> Result<Vec<Settled>, QueueError> {
-        let endings = ended.iter().map(|(claim, end)| self.ending(claim, end)).collect();
-        let answers = self.backend.settle(self.lane, endings).await;
-        let answers = answers.map_err(|error| failed("settling records", error))?;
+        let endings: Vec<_> = ended.iter().map(|(claim, end)| self.ending(claim, end)).collect();
+        let going: Vec<_> = endings.iter().map(|ending| ending.visits.clone()).collect();
+        let since = Instant::now();
+        let answer = self.backend.settle(self.lane, endings).await;
+        let answer = answer.map_err(|error| failed("settling records", error))?;
+        if !answer.held.is_empty() {
+            self.hand_over(ended, going, &answer.held, since).await;
+        }
+        let answers = answer.saved;
         let mut settled = Vec::with_capacity(answers.len());
         let mut refused = Vec::new();
         for ((claim, end), answer) in ended.iter().zip(answers) {
@@ -569,10 +709,18 @@ impl<E: Entity, B: Backend<E>> Queue for StageQueue<E, B> {
                 std::future::pending::<()>().await;
             }
         };
+        let handed = async {
+            match &self.desk {
+                Some(desk) => desk.handed().await,
+                None => std::future::pending().await,
+            }
+        };
         tokio::select! {
             () = self.backend.records().woken(self.lane) => {}
             () = resharded => {}
+            () = handed => return Woken::More,
         }
+        self.is_rung.store(true, Ordering::Relaxed);
         Woken::More
     }
 

@@ -4,6 +4,7 @@
 //! was held. Time is the wall clock of the start plus what went by since: a clock that is set does not
 //! end a lease.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -18,7 +19,7 @@ use vedetta_db::{
 
 use crate::entities::{Entities, distinct};
 use crate::entity::{Entity, Version};
-use crate::processor::{Backend, Ending, Saved};
+use crate::processor::{Answer, Backend, Ending, Saved};
 use crate::record::{
     Claim, Claimed, Fate, Lane, LaneCounts, Page, Record, Refused, StageError, Tally, Which,
     shortened,
@@ -681,11 +682,7 @@ impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, Records, T> {
         Ok(self.records.db.read(move |db| table.load(db, &ids)).await?)
     }
 
-    async fn settle(
-        &self,
-        lane: Lane,
-        endings: Vec<Ending<E>>,
-    ) -> Result<Vec<Result<Saved, Refused>>, StageError> {
+    async fn settle(&self, lane: Lane, endings: Vec<Ending<E>>) -> Result<Answer, StageError> {
         let mut answers: Vec<Option<Result<Saved, Refused>>> = vec![None; endings.len()];
         let (mut plain, mut writes) = (Vec::new(), Vec::new());
         for (index, ending) in endings.into_iter().enumerate() {
@@ -742,17 +739,20 @@ impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, Records, T> {
                 Err(_) => unreachable!("a write is refused or lost"),
             });
         }
-        Ok(answers.into_iter().map(|answer| answer.expect("each was settled")).collect())
+        let saved = answers.into_iter().map(|answer| answer.expect("each was settled")).collect();
+        // A claim is as quick as it would be to hold it.
+        Ok(Answer { saved, held: HashSet::new() })
     }
 }
 
 impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
     fn enqueue(&self, tx: &Connection, desk: &Desk, ending: &Ending<E>) -> rusqlite::Result<()> {
         let shard = self.shard(&ending.claim.id);
+        let id = &ending.claim.id;
         ending
             .visits
             .iter()
-            .try_for_each(|(lane, delay)| desk.enqueue(tx, *lane, &ending.claim.id, shard, *delay))
+            .try_for_each(|going| desk.enqueue(tx, going.lane, id, shard, going.after))
     }
 
     /// Saves the entity and settles the record, or neither.

@@ -3,6 +3,7 @@
 #[macro_use]
 mod suite;
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
 use suite::{Ask, HOUR, ORDERS, Order, OrderId, Step, World, eventually, held, status};
@@ -214,6 +215,85 @@ async fn a_save_waits_for_who_has_the_order_and_is_a_conflict_if_they_changed_it
         assert_eq!(world.get(1).await.marks.len(), usize::from(is_committed));
         assert_eq!(status(&processing, "packing").conflicts, u64::from(is_committed));
     }
+}
+
+/// Counts how often orders are read.
+struct Counted(Arc<AtomicUsize>);
+
+impl Table<Order> for Counted {
+    async fn load(&self, db: &impl GenericClient, ids: &[OrderId]) -> Result<Vec<Order>, Error> {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        Orders.load(db, ids).await
+    }
+
+    async fn save(
+        &self,
+        tx: &Transaction<'_>,
+        order: &Order,
+        read: Version,
+    ) -> Result<bool, Error> {
+        Orders.save(tx, order, read).await
+    }
+}
+
+#[tokio::test]
+async fn a_stage_with_room_is_handed_what_it_wants_as_the_system_stage_read_it() {
+    let world = Pg::new().await;
+    let reads = Arc::new(AtomicUsize::new(0));
+    let table = Counted(Arc::clone(&reads));
+    let orders = Entities::new(world.records().clone(), ORDERS, table).await.unwrap();
+    let (step, mut runs) = held(Step::new("packing").wants(|order| order.state != "packed"));
+    let processing = suite::quick(orders).stage(step).start().await.unwrap();
+    let mut was_handed = false;
+    for id in 1..=20 {
+        let before = reads.load(Ordering::Relaxed);
+        world.order(id).await;
+        let run = runs.next().await;
+        assert_eq!(run.order.id, id);
+        // A stage that looks at its queue just then claims it, and reads it again.
+        was_handed |= reads.load(Ordering::Relaxed) - before == 1;
+        run.makes("packed");
+        eventually("it is packed", async || world.get(id).await.state == "packed").await;
+        eventually("nothing is left of it", async || {
+            world.counts(SYSTEM).await.records + world.counts("packing").await.records == 0
+        })
+        .await;
+    }
+    assert!(was_handed);
+    assert_eq!(status(&processing, "packing").pull.flow.stale, 0);
+    processing.stop(HOUR).await;
+}
+
+#[tokio::test]
+async fn what_goes_to_a_stage_is_held_at_once_unless_it_is_there_already() {
+    use vedetta_stage::{Backend as _, Claim, Ending, Going, Saved};
+    let world = Pg::new().await;
+    world.create([1, 2].map(Order::new).to_vec()).await.unwrap();
+    let records = world.records();
+    let system = records.lane(ORDERS, SYSTEM).await.unwrap();
+    let lane = records.lane(ORDERS, "packing").await.unwrap();
+    records.enqueue(lane, &[("order-2", 0, std::time::Duration::ZERO)]).await.unwrap();
+    let mut claims = records.claim(system, &[0], 9, HOUR).await.unwrap().claims;
+    claims.sort_by(|a, b| a.id.cmp(&b.id));
+    let endings = claims.iter().zip([11, 22]).map(|(claim, token)| Ending {
+        claim: claim.clone(),
+        fate: Fate::Gone,
+        saves: None,
+        visits: vec![Going { lane, after: std::time::Duration::ZERO, hold: Some((token, HOUR)) }],
+    });
+    let answer = world.orders.settle(system, endings.collect()).await.unwrap();
+    assert_eq!(answer.saved, vec![Ok(Saved::Settled(Settled::Gone)); 2]);
+    assert_eq!(answer.held.into_iter().collect::<Vec<_>>(), [11]);
+
+    // Nobody else gets what is held, and who holds it can settle it.
+    let claimed = records.claim(lane, &[0], 9, HOUR).await.unwrap().claims;
+    assert_eq!(suite::ids(&claimed), ["order-2"]);
+    let ours = Claim { id: "order-1".into(), token: 11, failures: 0 };
+    let settled = records.settle(lane, &[(ours.clone(), Fate::Released)]).await.unwrap();
+    assert!(matches!(settled[..], [Settled::Again(_)]), "{settled:?}");
+    assert_eq!(records.settle(lane, &[(ours, Fate::Gone)]).await.unwrap(), [Settled::Stale]);
+    let claimed = records.claim(lane, &[0], 9, HOUR).await.unwrap().claims;
+    assert_eq!(suite::ids(&claimed), ["order-1"], "it is due at once when it is given back");
 }
 
 #[tokio::test]

@@ -25,8 +25,8 @@ use vedetta_jobs::postgres::PostgresJobs;
 use vedetta_jobs::remote::RemoteJobs;
 use vedetta_jobs::sqlite::SqliteJobs;
 use vedetta_jobs::{
-    BoxError, Claim, DEFAULT_QUEUE, Enqueued, Fate, Jobs, JobsError, NewJob, Note, Outcome, Taken,
-    Wanted, Work, Worker,
+    BoxError, Claim, DEFAULT_QUEUE, Ear, Enqueued, Fate, Jobs, JobsError, NewJob, Note, Outcome,
+    Taken, Wanted, Work, Worker,
 };
 
 use super::log::{Answer, Ending, Log, Said, now};
@@ -202,8 +202,8 @@ impl Jobs for Noted {
         Ok(settled)
     }
 
-    async fn woken(&self, queue: &str) -> Woken {
-        self.jobs.woken(queue).await
+    async fn woken(&self, queue: &str, ear: &Ear) -> Woken {
+        self.jobs.woken(queue, ear).await
     }
 }
 

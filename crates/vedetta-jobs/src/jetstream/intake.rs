@@ -11,24 +11,28 @@
 //! while, and what it brings later wakes who waits. What comes and is not taken within a heartbeat is
 //! given back: it costs more than there is room for, or its worker takes no more.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use async_nats::jetstream::AckKind;
 use async_nats::{Message, StatusCode, Subject, Subscriber};
-use futures_util::StreamExt as _;
+use futures_util::{FutureExt as _, StreamExt as _};
+use hashbrown::HashMap;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
-use vedetta_core::queue::Settled;
+use vedetta_core::queue::{Settled, Woken};
 
-use super::letter::{Asked, Letter};
-use super::{Shared, pull_dies_after};
+use super::letter::{Asked, Letter, Reader};
+use super::{BUNCH, Shared, pull_dies_after};
 use crate::job::Claim;
 
 /// Of so many jobs at most it is known which deliveries were no attempts.
 const FORGIVEN: usize = 1 << 16;
+
+/// Messages taken in before anything else gets its turn.
+const TOGETHER: usize = 64;
 
 /// How long the last messages of an inbox may take.
 const LAST_WORDS: Duration = Duration::from_secs(1);
@@ -85,13 +89,21 @@ pub(super) struct Held {
 }
 
 /// What a monitor is told of it.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct Story {
     pub worker: Option<String>,
     pub started_at: Option<SystemTime>,
     pub progress: f32,
     pub message: Option<String>,
     pub log: String,
+}
+
+impl Story {
+    /// It begins with this worker.
+    pub(super) fn of(worker: &str) -> Self {
+        let (worker, started_at) = (Some(worker.to_owned()), Some(SystemTime::now()));
+        Self { worker, started_at, ..Self::default() }
+    }
 }
 
 impl State {
@@ -164,6 +176,9 @@ impl State {
 
     /// Those.
     pub(super) fn poison(&mut self) -> Vec<Arc<Letter>> {
+        if !self.ready.iter().any(|ready| self.is_poison(&ready.letter)) {
+            return Vec::new();
+        }
         let ready = std::mem::take(&mut self.ready);
         let (poison, ready): (Vec<_>, Vec<_>) =
             ready.into_iter().partition(|ready| self.is_poison(&ready.letter));
@@ -182,29 +197,16 @@ impl State {
         costs.fold(0, |sum: u32, asked| sum.saturating_add(asked.cost.min(capacity)))
     }
 
-    pub(super) fn hold(&mut self, letter: Arc<Letter>, worker: &str, until: Instant) -> &Held {
-        let held = Held {
-            attempt: self.attempt(&letter),
-            until,
-            settled: None,
-            story: Story {
-                worker: Some(worker.to_owned()),
-                started_at: Some(SystemTime::now()),
-                progress: 0.0,
-                message: None,
-                log: String::new(),
-            },
-            letter,
-        };
-        let sequence = held.letter.sequence;
-        self.held.insert(sequence, held);
-        &self.held[&sequence]
+    pub(super) fn hold(&mut self, letter: Arc<Letter>, story: Story, until: Instant) -> &Held {
+        let (sequence, attempt) = (letter.sequence, self.attempt(&letter));
+        let held = Held { letter, attempt, until, settled: None, story };
+        self.held.entry(sequence).insert(held).into_mut()
     }
 
     /// What is held by this claim, for sure.
-    pub(super) fn held(&mut self, claim: Claim) -> Option<&mut Held> {
+    pub(super) fn held(&mut self, claim: Claim, now: Instant) -> Option<&mut Held> {
         let held = self.held.get_mut(&claim.id.0)?;
-        (held.letter.delivery == claim.token && Instant::now() < held.until).then_some(held)
+        (held.letter.delivery == claim.token && now < held.until).then_some(held)
     }
 
     pub(super) fn let_go(&mut self, claim: Claim) {
@@ -274,13 +276,19 @@ pub(super) async fn run(
     let patience = shared.options.heartbeat * 3 / 4;
     let mut ticks = interval((shared.options.heartbeat / 4).min(Duration::from_millis(250)));
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut reader = Reader::new(&shared.context);
     loop {
         tokio::select! {
             () = stop.cancelled() => break,
-            message = inbox.next() => match message {
-                Some(message) => shared.take_in(message),
-                None => break,
-            },
+            message = inbox.next() => {
+                let Some(message) = message else { break };
+                shared.take_in(message, &mut reader);
+                // And what came with it.
+                for _ in 1..TOGETHER {
+                    let Some(Some(message)) = inbox.next().now_or_never() else { break };
+                    shared.take_in(message, &mut reader);
+                }
+            }
             Some(done) = left.recv() => {
                 let name = shared.client.new_inbox();
                 let Ok(next) = shared.client.subscribe(format!("{name}.*")).await else { continue };
@@ -303,19 +311,18 @@ pub(super) async fn run(
 }
 
 impl Shared {
-    fn take_in(&self, message: Message) {
+    fn take_in(&self, message: Message, reader: &mut Reader) {
         match message.status {
             None | Some(StatusCode::OK) => {
-                let Some(letter) = Letter::read(message, &self.context, &self.options) else {
-                    return;
-                };
+                let Some(letter) = reader.read(message, &self.options) else { return };
                 let (was_held, is_one_more) = {
                     let mut state = self.state.lock();
-                    let was_ready = !state.ready.is_empty();
-                    (state.arrived(letter), was_ready && state.pull.is_some())
+                    let was_held = state.arrived(letter);
+                    let ready = state.ready.len();
+                    (was_held, ready > 1 && !ready.is_multiple_of(BUNCH) && state.pull.is_some())
                 };
                 if was_held {
-                    self.look.notify_one();
+                    self.bell.ring(Woken::Look);
                 }
                 // Who is to take the first of them takes the others along.
                 if is_one_more {
@@ -325,7 +332,7 @@ impl Shared {
             Some(status) => self.heard(&message, status),
         }
         self.turn.notify_waiters();
-        self.more.notify_one();
+        self.bell.ring(Woken::More);
     }
 
     /// A pull gave a sign, or ended.
@@ -356,7 +363,7 @@ impl Shared {
             state.pull = None;
             drop(state);
             self.turn.notify_waiters();
-            self.more.notify_one();
+            self.bell.ring(Woken::More);
         }
     }
 
@@ -364,7 +371,7 @@ impl Shared {
     pub(super) fn reconnected(&self) {
         self.state.lock().pull = None;
         self.turn.notify_waiters();
-        self.more.notify_one();
+        self.bell.ring(Woken::More);
     }
 
     /// Has nothing more come to an inbox, and gives back what did.
@@ -374,8 +381,9 @@ impl Shared {
             (state.pull, state.inbox) = (None, next);
         }
         if inbox.drain().await.is_ok() {
+            let mut reader = Reader::new(&self.context);
             while let Ok(Some(message)) = timeout(LAST_WORDS, inbox.next()).await {
-                self.take_in(message);
+                self.take_in(message, &mut reader);
             }
         }
         let left = self.state.lock().overdue(Duration::ZERO);

@@ -128,20 +128,38 @@ pub(super) struct Letter {
     pub asked: Result<Asked, String>,
 }
 
-impl Letter {
+/// Reads messages with one context: a copy of it for each would cost as much as the reading.
+pub(super) struct Reader(async_nats::jetstream::Message);
+
+impl Reader {
+    pub(super) fn new(context: &Context) -> Self {
+        let message = Message {
+            subject: Subject::from_static(""),
+            reply: None,
+            payload: Bytes::new(),
+            headers: None,
+            status: None,
+            description: None,
+            length: 0,
+        };
+        Self(async_nats::jetstream::Message { message, context: context.clone() })
+    }
+
     /// Nothing if it is no message of a stream.
-    pub(super) fn read(message: Message, context: &Context, options: &Options) -> Option<Self> {
-        let message = async_nats::jetstream::Message { message, context: context.clone() };
-        let info = message.info().ok()?;
+    pub(super) fn read(&mut self, message: Message, options: &Options) -> Option<Letter> {
+        let reply = message.reply.clone()?;
+        self.0.message.reply = Some(reply.clone());
+        // All that it says is in there.
+        let info = self.0.info().ok()?;
         let (sequence, delivery) = (info.stream_sequence, info.consumer_sequence.cast_signed());
         let delivered = u32::try_from(info.delivered).unwrap_or(u32::MAX);
         let published = SystemTime::from(info.published);
-        let message = Message::from(message);
-        let reply = message.reply.clone()?;
         let asked = Asked::read(message.headers.as_ref(), || payload(&message.payload), options);
-        Some(Self { message, reply, sequence, delivery, delivered, published, asked })
+        Some(Letter { message, reply, sequence, delivery, delivered, published, asked })
     }
+}
 
+impl Letter {
     /// What its handler is given: its JSON, or its text as JSON, or else its bytes.
     pub(super) fn payload(&self) -> Json {
         payload(&self.message.payload)

@@ -335,19 +335,15 @@ pub async fn an_end_that_is_told_twice_does_no_harm<W: World>() {
 pub async fn everybody_who_waits_is_woken_by_new_jobs<W: World>() {
     let world = W::new().await;
     let neighbour = world.neighbour().await;
-    world.falls_silent().await;
-    neighbour.falls_silent().await;
-    let all = async {
-        tokio::join!(
-            world.wakes(Woken::More),
-            world.wakes(Woken::More),
-            neighbour.wakes(Woken::More)
-        );
-    };
-    let ((), id) = tokio::join!(all, async {
-        tokio::time::sleep(Duration::from_millis(50)).await;
-        world.add_many(1).await[0]
-    });
+    let (ear, other) = (world.falls_silent().await, world.falls_silent().await);
+    let theirs = neighbour.falls_silent().await;
+    // Nobody listens just now.
+    let id = world.add_many(1).await[0];
+    tokio::join!(
+        world.wakes(&ear, Woken::More),
+        world.wakes(&other, Woken::More),
+        neighbour.wakes(&theirs, Woken::More)
+    );
     assert_eq!(neighbour.take_one().await.claim.id, id, "it is there when they are woken");
 }
 
@@ -356,8 +352,8 @@ pub async fn what_is_put_back_wakes_who_waits<W: World>() {
     let neighbour = world.neighbour().await;
     world.add_many(1).await;
     let claim = world.take_one().await.claim;
-    neighbour.falls_silent().await;
-    tokio::join!(neighbour.wakes(Woken::More), async {
+    let theirs = neighbour.falls_silent().await;
+    tokio::join!(neighbour.wakes(&theirs, Woken::More), async {
         world.settle(claim, Fate::Released).await;
     });
     neighbour.take_one().await;
@@ -366,9 +362,9 @@ pub async fn what_is_put_back_wakes_who_waits<W: World>() {
 pub async fn what_happened_before_somebody_waits_wakes_them_too<W: World>() {
     let world = W::new().await;
     for _ in 0..3 {
-        world.falls_silent().await;
+        let ear = world.falls_silent().await;
         world.add_many(1).await;
-        world.wakes(Woken::More).await;
+        world.wakes(&ear, Woken::More).await;
         world.take_one().await;
     }
 }

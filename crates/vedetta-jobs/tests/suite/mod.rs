@@ -22,7 +22,7 @@ use testing::soon;
 use vedetta_core::JobState;
 use vedetta_core::queue::{Kept, Settled, Woken};
 use vedetta_jobs::{
-    Claim, DEFAULT_QUEUE, Fate, Filter, Given, Job, JobId, Jobs, Json, Ledger, NewJob, Note,
+    Claim, DEFAULT_QUEUE, Ear, Fate, Filter, Given, Job, JobId, Jobs, Json, Ledger, NewJob, Note,
     QueueCounts, Taken, Wanted,
 };
 
@@ -141,15 +141,17 @@ pub trait Ask: World {
     }
 
     /// Waits until somebody who works the queue is woken for this.
-    async fn wakes(&self, expected: Woken) {
-        soon("who waits is woken", async { while self.jobs().woken(QUEUE).await != expected {} })
+    async fn wakes(&self, ear: &Ear, expected: Woken) {
+        let jobs = self.jobs();
+        soon("who waits is woken", async { while jobs.woken(QUEUE, ear).await != expected {} })
             .await;
     }
 
-    /// Waits until nobody is woken any more for what happened so far.
-    async fn falls_silent(&self) {
-        let silence = Duration::from_millis(100);
-        while tokio::time::timeout(silence, self.jobs().woken(QUEUE)).await.is_ok() {}
+    /// Waits until nobody is woken any more for what happened so far: somebody who has heard all that.
+    async fn falls_silent(&self) -> Ear {
+        let (ear, silence) = (Ear::default(), Duration::from_millis(100));
+        while tokio::time::timeout(silence, self.jobs().woken(QUEUE, &ear)).await.is_ok() {}
+        ear
     }
 }
 

@@ -47,9 +47,9 @@ pub async fn a_job_that_runs_can_be_called_off_and_its_worker_is_told_at_once<W:
     let neighbour = world.neighbour().await;
     let jobs = world.add_many(2).await;
     let given = world.take(ALL).await;
-    world.falls_silent().await;
+    let ear = world.falls_silent().await;
     let change = async { neighbour.jobs().cancel(jobs[0]).await.unwrap() };
-    let ((), change) = tokio::join!(world.wakes(Woken::Look), change);
+    let ((), change) = tokio::join!(world.wakes(&ear, Woken::Look), change);
     assert_eq!(change, Change::Made);
     assert_eq!(world.keep(given[0].claim).await, Kept::Lost);
     let before = format!("{:?}", world.job(jobs[0]).await);
@@ -57,9 +57,9 @@ pub async fn a_job_that_runs_can_be_called_off_and_its_worker_is_told_at_once<W:
     assert_eq!(format!("{:?}", world.job(jobs[0]).await), before);
     assert_eq!(world.state(jobs[0]).await, Cancelled);
     // It is told, too, if it does not wait just then.
-    world.falls_silent().await;
+    let ear = world.falls_silent().await;
     neighbour.jobs().cancel(jobs[1]).await.unwrap();
-    world.wakes(Woken::Look).await;
+    world.wakes(&ear, Woken::Look).await;
     world.rests().await;
 }
 
@@ -110,9 +110,9 @@ pub async fn what_is_tried_again_by_hand_begins_anew<W: LedgerWorld>() {
             world.jobs().cancel(id).await.unwrap();
         }
         assert_eq!(world.job(id).await.attempts, 2);
-        world.falls_silent().await;
+        let ear = world.falls_silent().await;
         assert_eq!(world.neighbour().await.jobs().retry(id).await.unwrap(), Change::Made);
-        world.wakes(Woken::More).await;
+        world.wakes(&ear, Woken::More).await;
         let job = world.job(id).await;
         assert_eq!((job.status, job.attempts, job.ended_at), (Waiting, 0, None));
         let given = world.take_one().await;
@@ -384,9 +384,9 @@ pub async fn a_paused_queue_hands_nothing_out_until_it_is_resumed<W: LedgerWorld
     let mails = Wanted { queue: "mails", ..wanted(ALL, HOUR) };
     assert_eq!(world.jobs().take(&mails).await.unwrap().jobs.len(), 1, "others are not held");
 
-    world.falls_silent().await;
+    let ear = world.falls_silent().await;
     let resume = async { neighbour.jobs().set_mode(QUEUE, Mode::Open).await.unwrap() };
-    tokio::join!(world.wakes(Woken::More), resume);
+    tokio::join!(world.wakes(&ear, Woken::More), resume);
     assert_eq!(world.take_one().await.claim.id, waits);
 }
 
@@ -476,7 +476,7 @@ pub async fn of_many_servers_that_tick_one_makes_the_job<W: LedgerWorld>() {
     assert!(matches!(refused, Err(JobsError::Invalid(_))), "{refused:?}");
     let last = world.jobs().last_tick("mail").await.unwrap();
     assert_eq!(last, Some(noon + minute), "what is refused was no tick");
-    world.falls_silent().await;
+    let ear = world.falls_silent().await;
     world.jobs().tick("wake", noon, &NewJob::new("report")).await.unwrap().unwrap();
-    world.wakes(Woken::More).await;
+    world.wakes(&ear, Woken::More).await;
 }

@@ -146,9 +146,9 @@ pub async fn a_key_counts_within_a_batch_and_not_beyond_its_queue<W: LedgerWorld
 pub async fn an_earlier_time_for_a_key_wakes_who_waits<W: LedgerWorld>() {
     let world = W::new().await;
     let id = world.add(unique(HOUR)).await;
-    world.falls_silent().await;
+    let ear = world.falls_silent().await;
     asked(&world, unique(NOW)).await;
-    world.wakes(vedetta_core::queue::Woken::More).await;
+    world.wakes(&ear, vedetta_core::queue::Woken::More).await;
     assert_eq!(world.take_one().await.claim.id, id);
 }
 

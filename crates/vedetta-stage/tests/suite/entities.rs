@@ -5,7 +5,8 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use vedetta_core::queue::Settled;
 use vedetta_stage::{
-    Backend as _, Claim, Ending, Entity as _, Fate, Lane, Records as _, SYSTEM, Saved, Version,
+    Backend as _, Claim, Ending, Entity as _, Fate, Going, Lane, Records as _, SYSTEM, Saved,
+    Version,
 };
 
 use super::{Ask, HOUR, ORDERS, Order, OrderId, World, lapse};
@@ -158,7 +159,7 @@ pub async fn a_batch_saves_what_is_fresh_and_tells_each_conflict<W: World>() {
         packed.set_version(Version(99));
         saving(claim, packed, order.version)
     });
-    let saved = world.orders().settle(lane, endings.collect()).await.unwrap();
+    let saved = world.orders().settle(lane, endings.collect()).await.unwrap().saved;
     let gone = Ok(Saved::Settled(Settled::Gone));
     assert_eq!(saved, [gone.clone(), Ok(Saved::Conflict), gone, Ok(Saved::Conflict)]);
 
@@ -185,12 +186,12 @@ pub async fn a_single_save_is_a_batch_of_one<W: World>() {
         let (lane, claims) = claimed(&world, &[1], HOUR).await;
         let packed = Order::new(1).is("packed");
         let ending = saving(&claims[0], packed, Version(read));
-        let saved = world.orders().settle(lane, vec![ending]).await.unwrap();
+        let saved = world.orders().settle(lane, vec![ending]).await.unwrap().saved;
         assert_eq!(saved, [Ok(expected)]);
     }
     assert_eq!(world.get(1).await.version, Version(2));
     assert_eq!(
-        world.orders().settle(claimed(&world, &[], HOUR).await.0, vec![]).await.unwrap(),
+        world.orders().settle(claimed(&world, &[], HOUR).await.0, vec![]).await.unwrap().saved,
         []
     );
 }
@@ -206,7 +207,7 @@ pub async fn a_refused_save_harms_no_other_and_leaves_its_record_held<W: World>(
         ending.fate = Fate::Visit(HOUR);
         ending
     });
-    let saved = world.orders().settle(lane, endings.collect()).await.unwrap();
+    let saved = world.orders().settle(lane, endings.collect()).await.unwrap().saved;
     assert!(matches!(saved[0], Ok(Saved::Settled(Settled::Again(_)))), "{saved:?}");
     assert!(saved[1].is_err(), "{saved:?}");
     assert!(matches!(saved[2], Ok(Saved::Settled(Settled::Again(_)))), "{saved:?}");
@@ -226,9 +227,9 @@ pub async fn whose_lease_lapsed_saves_nothing_and_sends_nothing_on<W: World>() {
     let next = world.records().lane(ORDERS, "shipping").await.unwrap();
     lapse(short).await;
     let saves_late = saving(&claims[0], Order::new(1).is("packed"), Version(1));
-    let visits = vec![(next, Duration::ZERO)];
+    let visits = vec![Going { lane: next, after: Duration::ZERO, hold: None }];
     let visits_late = Ending { claim: claims[1].clone(), fate: Fate::Gone, saves: None, visits };
-    let saved = world.orders().settle(lane, vec![saves_late, visits_late]).await.unwrap();
+    let saved = world.orders().settle(lane, vec![saves_late, visits_late]).await.unwrap().saved;
     assert_eq!(saved, [Ok(Saved::Settled(Settled::Stale)), Ok(Saved::Settled(Settled::Stale))]);
     assert_eq!(world.get(1).await.version, Version(1));
     assert_eq!(world.counts(SYSTEM).await.records, 0);
@@ -246,9 +247,12 @@ pub async fn where_an_entity_goes_next_is_noted_with_its_end<W: World>() {
         claim: claim.clone(),
         fate: Fate::Gone,
         saves: None,
-        visits: vec![(next, Duration::ZERO), (later, HOUR)],
+        visits: vec![
+            Going { lane: next, after: Duration::ZERO, hold: None },
+            Going { lane: later, after: HOUR, hold: None },
+        ],
     });
-    let saved = world.orders().settle(lane, endings.collect()).await.unwrap();
+    let saved = world.orders().settle(lane, endings.collect()).await.unwrap().saved;
     assert_eq!(saved, vec![Ok(Saved::Settled(Settled::Gone)); 2]);
     assert_eq!(world.counts(STAGE).await.records, 0);
     assert_eq!(world.counts("shipping").await.due, 2);
