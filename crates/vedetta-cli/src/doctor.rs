@@ -12,6 +12,7 @@ use vedetta::access::Access;
 use vedetta::db::postgres::Postgres;
 use vedetta::db::{self, DataFolder};
 use vedetta::kv;
+use vedetta::telemetry::Settings;
 
 use crate::config::{Config, JobsAt, Place};
 use crate::exit::No;
@@ -97,6 +98,7 @@ impl Doctor {
         if let JobsAt::Postgres(url) = config.jobs.at()? {
             checks.push(jobs(&url));
         }
+        checks.extend(config.telemetry()?.map(|settings| telemetry(&settings)));
         checks.extend(PROGRAMS.map(|(program, package)| optional(program, package)));
         let watchers = config.watch.iter().map(|(name, watch)| ("watch", &name.0, watch.program()));
         let handlers = config.handler.iter();
@@ -329,6 +331,15 @@ fn command(name: String, program: &str) -> Check {
             let advice = format!("chmod +x {}", file.display());
             Check::broken(name, format!("{} is not executable: {advice}", file.display()))
         }
+    }
+}
+
+/// What is not there now may be later, and nothing waits for it.
+fn telemetry(settings: &Settings) -> Check {
+    let (name, to) = ("telemetry", settings.shown());
+    match settings.check(Duration::from_secs(3)) {
+        Ok(()) => Check::ok(name, format!("traces and numbers go to {to}")),
+        Err(why) => Check::note(name, format!("{to} does not take them: {why}")),
     }
 }
 

@@ -21,10 +21,11 @@ use vedetta::fleet::{self, Crew, Supervising};
 use vedetta::jobs::jetstream::JetStream;
 use vedetta::jobs::postgres::PostgresJobs;
 use vedetta::jobs::sqlite::SqliteJobs;
-use vedetta::jobs::{self, Housekeeping, Jobs, Ledger};
+use vedetta::jobs::{self, Housekeeping, Jobs, Ledger, Worker};
 use vedetta::kv::{self, Store};
 use vedetta::runtime::{Keys, Watching};
 use vedetta::stage;
+use vedetta::telemetry::{Exporter, Settings};
 
 use crate::config::{Addresses, Config, ConfigError, JobsAt, Own, Place};
 use crate::fleet::{Keeper, open_fleet, start_supervisors};
@@ -104,6 +105,15 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
         JobsAt::Embedded => Observed::alone(ledger),
         _ => Observed::new(ledger),
     };
+    let telemetry = config.telemetry()?;
+    let exporter =
+        telemetry.as_ref().map(|settings| start_telemetry(settings, None)).transpose()?;
+    let mut api = api;
+    if let (Some(settings), Some(exporter)) = (&telemetry, &exporter) {
+        observed.tell(Arc::clone(exporter) as _);
+        let exporter = Arc::clone(exporter);
+        api = api.numbers(settings.every(), move |families| exporter.numbers(families));
+    }
     let ledger: Arc<dyn Ledger> = Arc::clone(&observed) as _;
     let fleet = open_fleet(config, keeper, &ledger).await?;
     let mut api = api.observed(observed).kinds(config.kinds()?).fleet(fleet.clone());
@@ -125,7 +135,7 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
             Some(stream) => Arc::clone(stream) as _,
             None => Arc::clone(&ledger) as _,
         };
-        let working = worker.start(jobs)?;
+        let working = traced(worker, exporter.as_ref()).start(jobs)?;
         let crew = Crew::new(working.name().to_owned(), Arc::new(fleet.clone()), vec![working]);
         workers.spawn(crew.run(workers_stop.clone(), grace));
     }
@@ -171,6 +181,9 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
         stop.cancel();
         drain(&mut serving, until.saturating_duration_since(Instant::now())).await;
         store.close().await;
+        if let Some(exporter) = exporter {
+            flush(exporter).await;
+        }
     };
     tokio::select! {
         () = end => {}
@@ -178,6 +191,38 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
     }
     tracing::info!("stopped");
     Ok(())
+}
+
+/// Starts sending traces and numbers of this process.
+pub(crate) fn start_telemetry(
+    settings: &Settings,
+    name: Option<&str>,
+) -> anyhow::Result<Arc<Exporter>> {
+    let (host, pid) = (fleet::host_name(), std::process::id().to_string());
+    let made_up = format!("{host}-{pid}");
+    let about = [
+        ("service.instance.id", name.unwrap_or(&made_up)),
+        ("host.name", &host),
+        ("process.pid", &pid),
+    ];
+    tracing::info!(to = settings.shown(), "traces and numbers are sent");
+    Ok(Exporter::start(settings, &about)?)
+}
+
+/// The same worker, which tells what becomes of its jobs.
+pub(crate) fn traced(worker: Worker, exporter: Option<&Arc<Exporter>>) -> Worker {
+    match exporter {
+        Some(exporter) => worker.spans(Arc::clone(exporter) as _),
+        None => worker,
+    }
+}
+
+/// Sends what is left, if that does not take long.
+pub(crate) async fn flush(exporter: Arc<Exporter>) {
+    let closed = tokio::task::spawn_blocking(move || exporter.close()).await;
+    if let Err(error) = closed {
+        tracing::error!(%error, "telemetry broke down");
+    }
 }
 
 /// Starts the declared watchers, and shows them.

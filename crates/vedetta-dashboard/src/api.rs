@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use tokio_util::sync::CancellationToken;
 use vedetta_access::Access;
 use vedetta_core::Revision;
+use vedetta_core::measure::Family;
 use vedetta_fleet::Fleet;
 use vedetta_jobs::{Kinds, Ledger, wire};
 use vedetta_kv::Store;
@@ -51,6 +52,7 @@ pub struct Api {
     pub(crate) signs_in: bool,
     pub(crate) hosts: Vec<String>,
     pub(crate) tls: Option<Tls>,
+    pub(crate) numbers: Option<(Duration, metrics::Sink)>,
 }
 
 /// A watcher that is shown.
@@ -107,6 +109,7 @@ impl Api {
             signs_in: false,
             hosts: Vec::new(),
             tls: None,
+            numbers: None,
         }
     }
 
@@ -184,6 +187,17 @@ impl Api {
     #[must_use]
     pub fn tls(mut self, tls: Tls) -> Self {
         self.tls = Some(tls);
+        self
+    }
+
+    /// The same, and the numbers of `/metrics` are told this often, and once more at the end.
+    #[must_use]
+    pub fn numbers(
+        mut self,
+        every: Duration,
+        tell: impl Fn(Vec<Family>) + Send + Sync + 'static,
+    ) -> Self {
+        self.numbers = Some((every, Arc::new(tell)));
         self
     }
 

@@ -727,6 +727,12 @@ fn stages() -> Schemas {
 }
 
 /// Jobs as those who ask for them see them.
+/// A place in a trace.
+fn traceparent() -> Value {
+    let text = json!({ "type": "string", "pattern": "^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}" });
+    said(text, "the place in a trace that its attempts are below of, as W3C writes it")
+}
+
 fn jobs() -> Schemas {
     let (any, words_of) = (json!({}), |all: &[&str]| words(all));
     let duration = || said(text(), "for example 1h 30m");
@@ -746,6 +752,7 @@ fn jobs() -> Schemas {
                 ("timeout?", or_null(&duration())),
                 ("unique_key?", text_or_null.clone()),
                 ("tags?", list(&text())),
+                ("traceparent?", or_null(&traceparent())),
             ]),
         ),
         ("NewJobs", json!({ "anyOf": [one("NewJob"), list(&one("NewJob"))] })),
@@ -793,6 +800,7 @@ fn jobs() -> Schemas {
                 ("started_at", or_null(&time())),
                 ("ended_at", or_null(&time())),
                 ("updated_at", time()),
+                ("traceparent?", traceparent()),
             ]),
         ),
         ("Jobs", answer(&[("jobs", list(&one("Job"))), ("cursor?", text())])),
@@ -869,6 +877,8 @@ fn work() -> Schemas {
                 ("max_attempts", whole()),
                 ("timeout_ms?", whole()),
                 ("tags", list(&text())),
+                ("traceparent?", traceparent()),
+                ("waited_ms?", said(whole(), "how long it had been due")),
             ]),
         ),
         (

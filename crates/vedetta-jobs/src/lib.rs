@@ -24,6 +24,7 @@ mod port;
 pub mod postgres;
 pub mod remote;
 pub mod sqlite;
+mod traced;
 pub mod wire;
 mod worker;
 
@@ -36,4 +37,5 @@ pub use kinds::{Asked, Cost, Kind, Kinds};
 pub use monitor::Monitor;
 pub use periodic::{Every, Housekeeping, Periodic, Retention};
 pub use port::{Jobs, Ledger, Taken, Wanted};
+pub use traced::Asking;
 pub use worker::{BACKOFF, BoxError, JobEvent, LEASE, Outcome, Work, Worker, Working};

@@ -154,6 +154,7 @@ impl Tick {
             timeout: None,
             unique_key: None,
             tags: Vec::new(),
+            trace: None,
         };
         let job = kinds.complete(asked).map_err(wrong)?;
         Ok(Periodic { name: name.into(), every: every.map_err(wrong)?, job })

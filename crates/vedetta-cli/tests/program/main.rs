@@ -8,6 +8,7 @@ mod job;
 mod kv;
 mod stage;
 mod support;
+mod telemetry;
 mod top;
 mod up;
 mod watcher;
