@@ -417,6 +417,28 @@ impl Config {
         Ok(Settings::find(otlp.as_deref(), *sample)?)
     }
 
+    /// What is most likely a mistake, though it may be meant so: in sentences.
+    pub(crate) fn doubts(&self) -> Result<Vec<String>, ConfigError> {
+        let cannot_run = self.programs().filter_map(|(name, program)| {
+            let why = runnable(program).err()?;
+            Some(format!("{name} cannot be run: {why}"))
+        });
+        let all = cannot_run.chain(self.unhandled()?.into_iter().map(|(name, kind)| {
+            format!("{name} asks for jobs of the kind {kind:?}, for which no handler is declared")
+        }));
+        Ok(all.collect())
+    }
+
+    /// What is run, by which table of the file.
+    pub(crate) fn programs(&self) -> impl Iterator<Item = (String, &str)> {
+        let watchers =
+            self.watch.iter().map(|(name, watch)| (format!("watch.{}", name.0), watch.program()));
+        let handlers = self.handler.iter();
+        let handlers =
+            handlers.map(|(kind, handler)| (format!("handler.{}", kind.0), handler.program()));
+        watchers.chain(handlers)
+    }
+
     /// Whether it is safe to listen where others reach us.
     fn check_beyond(&self, at: SocketAddr, data: &Path) -> Result<(), ConfigError> {
         let not_yet = |what| Err(ConfigError::Beyond(at, what));
@@ -501,6 +523,27 @@ impl Store {
             limits: kv::Limits::default(),
             quota: Some(self.quota.0),
             keep: kv::Keep { revisions: Some(self.keep_revisions.get()), age: self.keep_age },
+        }
+    }
+}
+
+/// The file of a program that a command names, if it can be run; else why not, and what to do.
+pub(crate) fn runnable(program: &str) -> Result<PathBuf, String> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let found = if program.contains('/') {
+        Some(PathBuf::from(program)).filter(|file| file.is_file())
+    } else {
+        std::env::split_paths(&path).map(|folder| folder.join(program)).find(|file| file.is_file())
+    };
+    let Some(file) = found else {
+        let place = if program.contains('/') { "a file" } else { "in PATH" };
+        return Err(format!("it runs {program}, which is not {place}"));
+    };
+    match rustix::fs::access(&file, rustix::fs::Access::EXEC_OK) {
+        Ok(()) => Ok(file),
+        Err(_) => {
+            let advice = format!("chmod +x {}", file.display());
+            Err(format!("{} is not executable: {advice}", file.display()))
         }
     }
 }

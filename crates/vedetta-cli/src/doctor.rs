@@ -14,7 +14,7 @@ use vedetta::db::{self, DataFolder};
 use vedetta::kv;
 use vedetta::telemetry::Settings;
 
-use crate::config::{Config, JobsAt, Place};
+use crate::config::{Config, JobsAt, Place, runnable};
 use crate::exit::No;
 use crate::output::{self, Format};
 
@@ -100,14 +100,14 @@ impl Doctor {
         }
         checks.extend(config.telemetry()?.map(|settings| telemetry(&settings)));
         checks.extend(PROGRAMS.map(|(program, package)| optional(program, package)));
-        let watchers = config.watch.iter().map(|(name, watch)| ("watch", &name.0, watch.program()));
-        let handlers = config.handler.iter();
-        let handlers = handlers.map(|(kind, handler)| ("handler", &kind.0, handler.program()));
-        checks.extend(
-            watchers
-                .chain(handlers)
-                .map(|(table, name, program)| command(format!("{table}.{name}"), program)),
-        );
+        checks.extend(config.programs().map(|(name, program)| match runnable(program) {
+            Ok(file) => Check::ok(name, format!("it runs {}", file.display())),
+            Err(why) => Check::broken(name, why),
+        }));
+        checks.extend(config.unhandled()?.into_iter().map(|(name, kind)| {
+            let detail = format!("no handler is declared for jobs of the kind {kind:?}");
+            Check::note(name, detail)
+        }));
         match self.output {
             Format::Json => output::json(out, &serde_json::json!({ "checks": checks }))?,
             Format::Table => {
@@ -311,27 +311,6 @@ fn is_vedetta(address: SocketAddr) -> bool {
     let answer = ureq::Agent::from(config).get(format!("http://{address}/healthz")).call();
     let health = answer.and_then(|mut answer| answer.body_mut().read_json::<serde_json::Value>());
     health.is_ok_and(|health| health["program"] == "vedetta")
-}
-
-/// Whether the command of a watcher can be run.
-fn command(name: String, program: &str) -> Check {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let found = if program.contains('/') {
-        Some(PathBuf::from(program)).filter(|file| file.is_file())
-    } else {
-        std::env::split_paths(&path).map(|folder| folder.join(program)).find(|file| file.is_file())
-    };
-    let Some(file) = found else {
-        let place = if program.contains('/') { "a file" } else { "in PATH" };
-        return Check::broken(name, format!("it runs {program}, which is not {place}"));
-    };
-    match rustix::fs::access(&file, rustix::fs::Access::EXEC_OK) {
-        Ok(()) => Check::ok(name, format!("it runs {}", file.display())),
-        Err(_) => {
-            let advice = format!("chmod +x {}", file.display());
-            Check::broken(name, format!("{} is not executable: {advice}", file.display()))
-        }
-    }
 }
 
 /// What is not there now may be later, and nothing waits for it.

@@ -79,6 +79,7 @@ impl Up {
 
 async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Result<()> {
     let data = place.data.as_path();
+    config.doubts()?.iter().for_each(|doubt| tracing::warn!("{doubt}"));
     let mut signals = Signals::listen().context("cannot listen for signals")?;
     let tls = config.etcd.tls()?.map(|files| files.load()).transpose()?;
     let http_tls = config.http.tls()?.map(|files| files.load()).transpose()?;
@@ -116,9 +117,11 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
     }
     let ledger: Arc<dyn Ledger> = Arc::clone(&observed) as _;
     let fleet = open_fleet(config, keeper, &ledger).await?;
-    let mut api = api.observed(observed).kinds(config.kinds()?).fleet(fleet.clone());
+    let api = api.observed(observed).kinds(config.kinds()?).queues(config.queues()?);
+    let mut api = api.fleet(fleet.clone());
     let access = Access::open(data)?;
     let own = own(config, &access, http, http_tls.is_some())?;
+    let lender = access.clone();
     api = api.access(access, config.auth.enabled).hosts(config.http.hosts.clone());
     if let Some(tls) = http_tls {
         api = api.tls(tls);
@@ -181,6 +184,13 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
         stop.cancel();
         drain(&mut serving, until.saturating_duration_since(Instant::now())).await;
         store.close().await;
+        // Whoever had one is gone, too.
+        if let Err(error) = lender.take_back() {
+            tracing::warn!(
+                error = vedetta::core::explain(&error),
+                "tokens of commands are left behind"
+            );
+        }
         if let Some(exporter) = exporter {
             flush(exporter).await;
         }

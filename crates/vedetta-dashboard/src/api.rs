@@ -1,6 +1,6 @@
 //! The routes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use vedetta_access::Access;
 use vedetta_core::Revision;
 use vedetta_core::measure::Family;
 use vedetta_fleet::Fleet;
-use vedetta_jobs::{Kinds, Ledger, wire};
+use vedetta_jobs::{DEFAULT_QUEUE, Kinds, Ledger, wire};
 use vedetta_kv::Store;
 use vedetta_net::tls::Tls;
 use vedetta_runtime::Handle;
@@ -46,6 +46,7 @@ pub struct Api {
     pub(crate) jobs: Option<Arc<Observed>>,
     pub(crate) fleet: Option<Fleet>,
     pub(crate) kinds: Kinds,
+    pub(crate) queues: BTreeSet<String>,
     pub(crate) ending: CancellationToken,
     pub(crate) limits: Limits,
     pub(crate) access: Option<Access>,
@@ -103,6 +104,7 @@ impl Api {
             jobs: None,
             fleet: None,
             kinds: Kinds::default(),
+            queues: [DEFAULT_QUEUE.to_owned()].into(),
             ending: CancellationToken::new(),
             limits: Limits::default(),
             access: None,
@@ -158,6 +160,13 @@ impl Api {
     #[must_use]
     pub fn kinds(mut self, kinds: Kinds) -> Self {
         self.kinds = kinds;
+        self
+    }
+
+    /// The same, and these queues are there, even if they had no job yet.
+    #[must_use]
+    pub fn queues(mut self, names: impl IntoIterator<Item = String>) -> Self {
+        self.queues.extend(names);
         self
     }
 
@@ -219,6 +228,7 @@ pub(crate) struct Context {
     pub(crate) live: Arc<Live>,
     pub(crate) fleet: Option<Fleet>,
     pub(crate) kinds: Arc<Kinds>,
+    pub(crate) queues: Arc<BTreeSet<String>>,
     pub(crate) ending: CancellationToken,
     pub(crate) limits: Arc<Limits>,
     pub(crate) stop: CancellationToken,
@@ -453,6 +463,7 @@ impl Context {
             live: Arc::default(),
             fleet: None,
             kinds: Arc::default(),
+            queues: Arc::default(),
             ending: CancellationToken::new(),
             limits: Arc::default(),
             stop: CancellationToken::new(),

@@ -223,21 +223,21 @@ const OPERATIONS: &[Operation] = &[
         "Has a queue hand nothing out; what runs goes on",
         None,
         "QueueMode",
-        &["422", "503"],
+        &["404", "422", "503"],
     ),
     tells(
         "/api/v1/queues/{queue}/resume",
         "Has a queue take and give again",
         None,
         "QueueMode",
-        &["422", "503"],
+        &["404", "422", "503"],
     ),
     tells(
         "/api/v1/queues/{queue}/drain",
         "Has a queue take nothing on; what waits is worked off",
         None,
         "QueueMode",
-        &["422", "503"],
+        &["404", "422", "503"],
     ),
     tells(
         "/api/v1/queues/{queue}/take",
@@ -527,7 +527,8 @@ fn text() -> Value {
 }
 
 fn time() -> Value {
-    json!({ "type": "string", "format": "date-time" })
+    let millis = r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}\.\d{3}Z$";
+    json!({ "type": "string", "format": "date-time", "pattern": millis })
 }
 
 fn base64() -> Value {

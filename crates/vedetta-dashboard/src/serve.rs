@@ -48,6 +48,7 @@ pub async fn serve(listener: TcpListener, api: Api, stop: CancellationToken) {
         live: Arc::new(Live { observed: api.jobs, fleet: api.fleet.clone(), ..Live::default() }),
         fleet: api.fleet,
         kinds: Arc::new(api.kinds),
+        queues: Arc::new(api.queues),
         ending: api.ending,
         limits: Arc::clone(&limits),
         stop: stop.clone(),

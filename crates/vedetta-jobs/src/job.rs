@@ -394,20 +394,63 @@ pub struct Job {
     /// Who works on it, or did last.
     pub worker: Option<String>,
     /// When it was asked for.
-    #[serde(with = "humantime_serde")]
+    #[serde(with = "stamp")]
     pub queued_at: SystemTime,
     /// When it may begin.
-    #[serde(with = "humantime_serde")]
+    #[serde(with = "stamp")]
     pub run_at: SystemTime,
     /// When its last attempt began.
-    #[serde(with = "humantime_serde")]
+    #[serde(with = "stamp::maybe")]
     pub started_at: Option<SystemTime>,
     /// When it was over.
-    #[serde(with = "humantime_serde")]
+    #[serde(with = "stamp::maybe")]
     pub ended_at: Option<SystemTime>,
     /// When anything of this last changed.
-    #[serde(with = "humantime_serde")]
+    #[serde(with = "stamp")]
     pub updated_at: SystemTime,
+}
+
+/// Times as they are shown: to the millisecond.
+pub mod stamp {
+    use std::time::SystemTime;
+
+    use serde::de::Error as _;
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    /// A time.
+    pub fn serialize<S: Serializer>(at: &SystemTime, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(&humantime::format_rfc3339_millis(*at))
+    }
+
+    /// The time of a text.
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<SystemTime, D::Error> {
+        humantime::parse_rfc3339_weak(&String::deserialize(from)?).map_err(D::Error::custom)
+    }
+
+    /// The same for those that may not have come yet.
+    pub mod maybe {
+        use std::time::SystemTime;
+
+        use serde::de::Error as _;
+        use serde::{Deserialize, Deserializer, Serializer};
+
+        /// A time, or nothing.
+        pub fn serialize<S: Serializer>(at: &Option<SystemTime>, to: S) -> Result<S::Ok, S::Error> {
+            match at {
+                Some(at) => super::serialize(at, to),
+                None => to.serialize_none(),
+            }
+        }
+
+        /// The time of a text, if there is one.
+        pub fn deserialize<'de, D: Deserializer<'de>>(
+            from: D,
+        ) -> Result<Option<SystemTime>, D::Error> {
+            let text = Option::<String>::deserialize(from)?;
+            text.map(|text| humantime::parse_rfc3339_weak(&text).map_err(D::Error::custom))
+                .transpose()
+        }
+    }
 }
 
 /// Places in traces as W3C writes them.

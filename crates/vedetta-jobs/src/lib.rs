@@ -31,7 +31,7 @@ mod worker;
 pub use job::{
     Change, Claim, DEFAULT_QUEUE, Enqueued, Fate, Filter, Given, HIGHEST_PRIORITY, Job, JobId,
     JobsError, Json, LARGEST, LOG_TAIL, LONGEST_KEY, LONGEST_NAME, LONGEST_TEXT, MOST_TAGS, Mode,
-    NewJob, Note, PRIORITY_STEP, Page, QueueCounts, When, check_name, status,
+    NewJob, Note, PRIORITY_STEP, Page, QueueCounts, When, check_name, stamp, status,
 };
 pub use kinds::{Asked, Cost, Kind, Kinds};
 pub use monitor::Monitor;

@@ -241,7 +241,7 @@ impl SqliteJobs {
     /// The jobs of a database that was opened with [`SCHEMA`].
     pub async fn open(db: Db) -> Result<Self, JobsError> {
         let desk = Desk {
-            clock: Clock::start(),
+            clock: db.clock(),
             index: Mutex::default(),
             bells: Bells::default(),
             rings: Mutex::default(),

@@ -80,6 +80,9 @@ fn spans_and_numbers_come_as_they_were_told_and_all_of_them_at_the_end() {
     assert_eq!(gauge.data_points[0].value, Some(number_data_point::Value::AsDouble(0.25)));
 }
 
+/// More than there is room for.
+const ALL: u64 = 50_000;
+
 #[test]
 fn a_collector_that_is_away_blocks_nobody_and_gets_what_was_kept_when_it_is_back() {
     let held = TcpListener::bind(("127.0.0.1", 0)).unwrap();
@@ -88,7 +91,6 @@ fn a_collector_that_is_away_blocks_nobody_and_gets_what_was_kept_when_it_is_back
     let settings = settings(&format!("http://{address}"), 1.0);
     assert!(settings.check(Duration::from_secs(1)).is_err(), "nobody is there");
     let exporter = Exporter::start(&settings, ABOUT).unwrap();
-    const ALL: u64 = 50_000;
     (1..=ALL).for_each(|number| exporter.ended(span(number)));
     let dropped = exporter.dropped();
     assert!(dropped > 0, "there is not room for all of them");

@@ -166,6 +166,18 @@ fn queues_are_listed_paused_drained_and_resumed() {
     let folder = temp();
     let server = Server::start(folder.path());
     let told = |what: &str| ask(&server, &["queue", what, "media"]).out;
+    for what in ["pause", "resume", "drain"] {
+        let mistyped = ask(&server, &["queue", what, "media"]);
+        assert_eq!(mistyped.code, 3, "{mistyped:?}");
+        assert!(mistyped.err.contains("there is no queue \"media\""), "{mistyped:?}");
+    }
+    assert!(!ask(&server, &["queue", "list"]).out.contains("media"), "it was not made");
+    assert_eq!(
+        ask(&server, &["queue", "pause", "default"]).code,
+        0,
+        "jobs that name none wait there"
+    );
+    assert_eq!(ask(&server, &["job", "add", "pack", "--queue", "media"]).code, 0);
     assert_eq!(told("pause"), "media is paused\n");
     assert_eq!(told("drain"), "media is draining\n");
     let refused = ask(&server, &["job", "add", "pack", "--queue", "media"]);

@@ -24,7 +24,11 @@ fn named<'t>(all: &'t [Told], name: &str) -> Vec<&'t Told> {
 }
 
 fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    use std::fmt::Write as _;
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
 }
 
 fn metrics_of(server: &Server) -> String {
@@ -102,17 +106,17 @@ fn a_job_is_one_trace_from_enqueue_to_settle_over_two_processes_and_numbers_are_
     worker.signal("TERM");
     assert_eq!(worker.wait().code(), Some(0));
     let page = metrics_of(&server);
-    let served: BTreeSet<&str> =
+    let shown_there: BTreeSet<&str> =
         page.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next()).collect();
     // At the end all is sent, long before it would be time to.
     server.stop();
     let by = collector.tellers().pop().expect("it told numbers");
     let metrics = collector.metrics(&by).unwrap();
     let told: BTreeSet<&str> = metrics.iter().map(|metric| metric.name.as_str()).collect();
-    assert_eq!(told, served);
+    assert_eq!(told, shown_there);
     assert_eq!(count(&metrics, "vedetta_jobs_done_total", "default"), Some(1));
     assert_eq!(count(&metrics, "vedetta_jobs_failed_total", "default"), Some(1));
-    assert!(served.contains("vedetta_telemetry_dropped_spans_total"));
+    assert!(shown_there.contains("vedetta_telemetry_dropped_spans_total"));
 }
 
 #[test]
