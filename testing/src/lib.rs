@@ -8,6 +8,7 @@ pub mod collector;
 pub mod etcd;
 pub mod nats;
 pub mod postgres;
+mod process;
 mod proxy;
 pub mod redis;
 

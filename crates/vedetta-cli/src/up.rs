@@ -93,11 +93,10 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
     let store = Store::open(db.clone(), config.store.options()).await?;
 
     let stop = CancellationToken::new();
-    let endpoint = Endpoint::new(store.clone());
-    let endpoint = match tls {
-        Some(tls) => endpoint.tls(tls),
-        None => endpoint,
-    };
+    let mut endpoint = Endpoint::new(store.clone());
+    if let Some(tls) = tls {
+        endpoint = endpoint.tls(tls);
+    }
     let ending = CancellationToken::new();
     let api = Api::new(store.clone()).ending(ending.clone());
     let (api, ledger, streams, keeper) = open_jobs(config, db, api).await?;
@@ -106,15 +105,7 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
         JobsAt::Embedded => Observed::alone(ledger),
         _ => Observed::new(ledger),
     };
-    let telemetry = config.telemetry()?;
-    let exporter =
-        telemetry.as_ref().map(|settings| start_telemetry(settings, None)).transpose()?;
-    let mut api = api;
-    if let (Some(settings), Some(exporter)) = (&telemetry, &exporter) {
-        observed.tell(Arc::clone(exporter) as _);
-        let exporter = Arc::clone(exporter);
-        api = api.numbers(settings.every(), move |families| exporter.numbers(families));
-    }
+    let (api, exporter) = tell(config, api, &observed)?;
     let ledger: Arc<dyn Ledger> = Arc::clone(&observed) as _;
     let fleet = open_fleet(config, keeper, &ledger).await?;
     let api = api.observed(observed).kinds(config.kinds()?).queues(config.queues()?);
@@ -128,19 +119,17 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
     }
     let housekeeping =
         Housekeeping::start(&ledger, config.periodic()?, config.retention.retention())?;
-    let (workers_stop, supervised) = (CancellationToken::new(), config.supervised());
-    let (mut workers, grace) = (JoinSet::new(), config.shutdown.grace);
+    let workers_stop = CancellationToken::new();
+    let mut workers = JoinSet::new();
     for (queue, worker) in config.workers(&own) {
-        if supervised.contains(queue) {
-            continue;
+        if !config.supervised().contains(queue) {
+            let jobs = streams.get(queue).map(|stream| Arc::clone(stream) as Arc<dyn Jobs>);
+            let jobs = jobs.unwrap_or_else(|| Arc::clone(&ledger) as _);
+            let working = traced(worker, exporter.as_ref()).start(jobs)?;
+            let name = working.name().to_owned();
+            let crew = Crew::new(name, Arc::new(fleet.clone()), vec![working]);
+            workers.spawn(crew.run(workers_stop.clone(), config.shutdown.grace));
         }
-        let jobs: Arc<dyn Jobs> = match streams.get(queue) {
-            Some(stream) => Arc::clone(stream) as _,
-            None => Arc::clone(&ledger) as _,
-        };
-        let working = traced(worker, exporter.as_ref()).start(jobs)?;
-        let crew = Crew::new(working.name().to_owned(), Arc::new(fleet.clone()), vec![working]);
-        workers.spawn(crew.run(workers_stop.clone(), grace));
     }
     let control = Arc::new(fleet.clone());
     let supervisors = start_supervisors(config, &own, place.config.as_deref(), &control)?;
@@ -184,13 +173,7 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
         stop.cancel();
         drain(&mut serving, until.saturating_duration_since(Instant::now())).await;
         store.close().await;
-        // Whoever had one is gone, too.
-        if let Err(error) = lender.take_back() {
-            tracing::warn!(
-                error = vedetta::core::explain(&error),
-                "tokens of commands are left behind"
-            );
-        }
+        take_back(&lender);
         if let Some(exporter) = exporter {
             flush(exporter).await;
         }
@@ -201,6 +184,27 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
     }
     tracing::info!("stopped");
     Ok(())
+}
+
+/// Ends the tokens of commands and workers, which are gone by now.
+fn take_back(access: &Access) {
+    if let Err(error) = access.take_back() {
+        tracing::warn!(error = vedetta::core::explain(&error), "lent tokens are left behind");
+    }
+}
+
+/// Has traces and numbers sent, if that is on.
+fn tell(
+    config: &Config,
+    api: Api,
+    observed: &Observed,
+) -> anyhow::Result<(Api, Option<Arc<Exporter>>)> {
+    let Some(settings) = config.telemetry()? else { return Ok((api, None)) };
+    let exporter = start_telemetry(&settings, None)?;
+    observed.tell(Arc::clone(&exporter) as _);
+    let numbers = Arc::clone(&exporter);
+    let api = api.numbers(settings.every(), move |families| numbers.numbers(families));
+    Ok((api, Some(exporter)))
 }
 
 /// Starts sending traces and numbers of this process.

@@ -133,7 +133,13 @@ mod tests {
         for (what, wall, machine, last, expected) in [
             ("the first time", 50 * HOUR, at("a", 1_000), &None, (50 * HOUR, true)),
             ("nothing was set", 51 * HOUR, at("a", HOUR + 1_000), &last, (51 * HOUR + 10, false)),
-            ("a little ahead", 51 * HOUR + 900, at("a", HOUR + 1_000), &last, (51 * HOUR + 900, false)),
+            (
+                "a little ahead",
+                51 * HOUR + 900,
+                at("a", HOUR + 1_000),
+                &last,
+                (51 * HOUR + 900, false),
+            ),
             ("set back", 50 * HOUR, at("a", HOUR + 1_000), &last, (51 * HOUR + 10, false)),
             ("set forward", 60 * HOUR, at("a", HOUR + 1_000), &last, (60 * HOUR, true)),
             ("another start of the machine", 7, at("b", HOUR), &last, (7, true)),

@@ -15,6 +15,7 @@ use rusqlite::config::DbConfig;
 use rusqlite::{Connection, OpenFlags, OptionalExtension as _};
 use tokio::sync::{Semaphore, mpsc};
 
+use crate::clock::Clock;
 use crate::folder::{parent, sync_folder};
 use crate::log::{self, UNSYNCED};
 use crate::readers::{ReadError, Readers};

@@ -2,6 +2,7 @@
 
 mod access;
 mod backup;
+mod clocks;
 mod doctor;
 mod handler;
 mod job;

@@ -383,19 +383,12 @@ fn a_rolling_restart_replaces_all_workers_one_at_a_time() {
     config(folder.path(), &supervised("min = 2\nmax = 2"));
     let server = Server::start(folder.path());
     let before = pids(&until_running(&server, 2));
-    let is_over = std::sync::atomic::AtomicBool::new(false);
-    let fewest = std::thread::scope(|scope| {
-        let watching = scope.spawn(|| {
-            let mut fewest = usize::MAX;
-            while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
-                fewest = fewest.min(with_status(&server, "running").len());
-            }
-            fewest
-        });
-        done(&server, &["restart", "--wait"]);
-        is_over.store(true, std::sync::atomic::Ordering::Relaxed);
-        watching.join().unwrap()
-    });
+    let mut fewest = usize::MAX;
+    let mut restart = Running::start(&mut server.command(&["worker", "restart", "--wait"]));
+    while restart.child.try_wait().unwrap().is_none() {
+        fewest = fewest.min(with_status(&server, "running").len());
+    }
+    assert!(restart.wait().success(), "{}", restart.complaint());
     let now = with_status(&server, "running");
     assert!(now.len() == 2 && pids(&now).is_disjoint(&before), "all are replaced: {now:?}");
     assert!(fewest >= 2, "there were {fewest}");
