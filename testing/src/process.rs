@@ -74,21 +74,23 @@ impl Process {
         let mut command = command(self.folder.path(), self.address);
         command.stdin(Stdio::null()).stdout(log.try_clone().expect("a handle")).stderr(log);
         let child = command.spawn().unwrap_or_else(|error| panic!("{}: {error}", self.name));
-        let child = self.child.insert(child);
-        soon("it answers", async {
+        let (child, address) = (self.child.insert(child), self.address);
+        let runs = soon("it answers", async {
             loop {
                 if child.try_wait().expect("a child can be asked").is_some() {
-                    break;
+                    return false;
                 }
-                if answers(self.address).await {
+                if answers(address).await {
                     return true;
                 }
                 tokio::time::sleep(LOOK_AGAIN).await;
             }
-            self.child = None;
-            false
         })
-        .await
+        .await;
+        if !runs {
+            self.child = None;
+        }
+        runs
     }
 
     /// Ends it at once (SIGKILL); its data stays.

@@ -92,12 +92,11 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
     let db = Db::open(&db::Options::new(folder.database()), SCHEMAS)?;
     let store = Store::open(db.clone(), config.store.options()).await?;
 
-    let stop = CancellationToken::new();
+    let [stop, ending, workers_stop] = std::array::from_fn(|_| CancellationToken::new());
     let mut endpoint = Endpoint::new(store.clone());
     if let Some(tls) = tls {
         endpoint = endpoint.tls(tls);
     }
-    let ending = CancellationToken::new();
     let api = Api::new(store.clone()).ending(ending.clone());
     let (api, ledger, streams, keeper) = open_jobs(config, db, api).await?;
     // What our workers do is seen, too. In the file alone nobody else settles anything.
@@ -119,7 +118,6 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
     }
     let housekeeping =
         Housekeeping::start(&ledger, config.periodic()?, config.retention.retention())?;
-    let workers_stop = CancellationToken::new();
     let mut workers = JoinSet::new();
     for (queue, worker) in config.workers(&own) {
         if !config.supervised().contains(queue) {
