@@ -193,6 +193,12 @@ impl World {
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
+        if self.guest.is_some() {
+            // What is asked for in between was asked for at a later time than it will be.
+            self.restart_server_at(Some("+3600"))?;
+            self.ask_for_jobs().await;
+            self.restart_server_at(Some("-3600"))?;
+        }
         Ok(())
     }
 
@@ -268,59 +274,74 @@ impl World {
     async fn fault(&mut self) -> anyhow::Result<()> {
         let processes: Vec<u32> = self.processes().into_iter().collect();
         let victim = fastrand::choice(&processes).copied();
-        // With clocks that jump every third fault is such a jump.
-        let what =
-            match (fastrand::u8(0..if self.guest.is_some() { 14 } else { 10 }).min(9), victim) {
-                (0..=2, Some(pid)) => {
-                    signal(pid, Signal::KILL);
-                    "worker killed"
+        // Where clocks jump, every third fault is that.
+        let most = if self.guest.is_some() { 14 } else { 10 };
+        let what = match (fastrand::u8(0..most).min(9), victim) {
+            (0..=2, Some(pid)) => {
+                signal(pid, Signal::KILL);
+                "worker killed"
+            }
+            (3 | 4, Some(pid)) => {
+                signal(pid, Signal::STOP);
+                "worker frozen"
+            }
+            (5 | 6, _) => {
+                self.restart_server()?;
+                "server killed"
+            }
+            (7, _) if self.redis.is_some() => {
+                if let Some(redis) = &mut self.redis {
+                    redis.kill();
+                    tokio::time::sleep(Duration::from_millis(fastrand::u64(0..1000))).await;
+                    redis.start_again().await;
                 }
-                (3 | 4, Some(pid)) => {
-                    signal(pid, Signal::STOP);
-                    "worker frozen"
+                "Redis killed"
+            }
+            (8, _) if self.postgres.is_some() => {
+                if let Some(postgres) = &mut self.postgres {
+                    postgres.kill();
+                    postgres.start_again().await;
                 }
-                (5 | 6, _) => {
-                    self.restart_server()?;
-                    "server killed"
-                }
-                (7, _) if self.redis.is_some() => {
-                    if let Some(redis) = &mut self.redis {
-                        redis.kill();
-                        tokio::time::sleep(Duration::from_millis(fastrand::u64(0..1000))).await;
-                        redis.start_again().await;
-                    }
-                    "Redis killed"
-                }
-                (8, _) if self.postgres.is_some() => {
-                    if let Some(postgres) = &mut self.postgres {
-                        postgres.kill();
-                        postgres.start_again().await;
-                    }
-                    "PostgreSQL killed"
-                }
-                (9, _) if self.guest.is_some() => {
-                    let jump =
-                        fastrand::choice(["+3600", "-3600", "+0", "+61", "-61"]).unwrap_or("+0");
-                    let (clock, what) = if fastrand::bool() {
-                        (SERVERS, "clock of the server jumped")
-                    } else {
-                        (GUESTS, "clock of a worker jumped")
-                    };
-                    std::fs::write(self.folder.path().join(clock), jump)?;
-                    what
-                }
-                _ => {
-                    let _ = self.ask(Method::POST, "/workers/restart", &Value::Null).await;
-                    "rolling restart"
-                }
-            };
+                "PostgreSQL killed"
+            }
+            (9, _) if self.guest.is_some() => {
+                let (clock, what) = if fastrand::bool() {
+                    (SERVERS, "clock of the server jumped")
+                } else {
+                    (GUESTS, "clock of a worker jumped")
+                };
+                return self.jump(clock, what);
+            }
+            _ => {
+                let _ = self.ask(Method::POST, "/workers/restart", &Value::Null).await;
+                "rolling restart"
+            }
+        };
+        *self.report.faults.entry(what).or_default() += 1;
+        Ok(())
+    }
+
+    fn jump(&mut self, clock: &str, what: &'static str) -> anyhow::Result<()> {
+        let to = fastrand::choice(["+3600", "-3600", "+0", "+61", "-61"]).unwrap_or("+0");
+        std::fs::write(self.folder.path().join(clock), to)?;
         *self.report.faults.entry(what).or_default() += 1;
         Ok(())
     }
 
     fn restart_server(&mut self) -> anyhow::Result<()> {
+        if self.guest.is_some() && fastrand::bool() {
+            self.jump(SERVERS, "clock of the server jumped")?;
+        }
+        self.restart_server_at(None)
+    }
+
+    /// With its clock set while it is down, if that is said.
+    fn restart_server_at(&mut self, time: Option<&str>) -> anyhow::Result<()> {
         self.server.kill()?;
         self.server.wait()?;
+        if let Some(time) = time {
+            std::fs::write(self.folder.path().join(SERVERS), time)?;
+        }
         let (postgres, redis) = (self.postgres.as_ref(), self.redis.as_ref());
         let folder = self.folder.path();
         self.server = up(&self.program, folder, self.address, postgres, redis)?.0;
