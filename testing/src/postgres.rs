@@ -10,14 +10,13 @@
 
 use std::fs::{self, DirBuilder, File, Permissions};
 use std::io::Read as _;
-use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _, chown};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::statvfs;
@@ -27,12 +26,9 @@ use rustix::process::{
 use tempfile::TempDir;
 use tokio_postgres::NoTls;
 
+use crate::process::{LOOK_AGAIN, Process};
 use crate::{PATIENCE, soon};
 
-/// When to look again.
-const LOOK_AGAIN: Duration = Duration::from_millis(20);
-/// Nobody can be sure of a free port: so often is tried.
-const ATTEMPTS: usize = 10;
 /// What differs from the defaults. No shared memory with a name: it would outlive a killed server.
 const SETTINGS: [&str; 6] = [
     "listen_addresses=127.0.0.1",
@@ -46,15 +42,12 @@ const SETTINGS: [&str; 6] = [
 /// A server with data of its own. Its processes and data end with this value, also when a test panics.
 #[derive(Debug)]
 pub struct Server {
-    folder: TempDir,
+    process: Process,
     programs: PathBuf,
-    address: SocketAddr,
     /// Beyond [`SETTINGS`].
     settings: Vec<String>,
     /// How many databases were made.
     databases: AtomicUsize,
-    /// `None` while it is killed or stopped.
-    postmaster: Option<Child>,
 }
 
 impl Server {
@@ -75,7 +68,7 @@ impl Server {
     pub async fn start_with_tls(certificate: &str, key: &str) -> Self {
         let mut server = Self::prepare();
         for (name, pem) in [("ssl_cert_file", certificate), ("ssl_key_file", key)] {
-            let file = server.folder.path().join(name);
+            let file = server.process.folder.path().join(name);
             fs::write(&file, pem).expect("a file can be written");
             fs::set_permissions(&file, Permissions::from_mode(0o600)).expect("a file can be ours");
             Owner::of_servers().owns(&file);
@@ -93,26 +86,19 @@ impl Server {
         let programs = programs();
         copy(&template(&programs), &folder.path().join("data"));
         Owner::of_servers().owns(folder.path());
-        let address = (Ipv4Addr::LOCALHOST, 0).into();
-        let (settings, databases) = (Vec::new(), AtomicUsize::new(0));
-        Self { folder, programs, address, settings, databases, postmaster: None }
+        let process = Process::new("PostgreSQL", folder);
+        Self { process, programs, settings: Vec::new(), databases: AtomicUsize::new(0) }
     }
 
     async fn run(mut self) -> Self {
-        // A port that was free a moment ago may be taken by now: then it ends at once, and we try again.
-        for _ in 0..ATTEMPTS {
-            self.address = free_address();
-            self.spawn();
-            if self.answers().await {
-                return self;
-            }
-        }
-        panic!("PostgreSQL did not start in {ATTEMPTS} attempts:\n{}", self.log());
+        let command = self.command();
+        self.process.start(command, answers).await;
+        self
     }
 
     /// Where it listens.
     pub fn address(&self) -> SocketAddr {
-        self.address
+        self.process.address
     }
 
     /// The database that every server has.
@@ -134,12 +120,12 @@ impl Server {
     }
 
     fn url_of(&self, database: &str) -> String {
-        format!("postgres://postgres@{}/{database}", self.address)
+        url(self.address(), database)
     }
 
     /// Ends all its processes at once (SIGKILL), as a power cut would; its data stays.
     pub fn kill(&mut self) {
-        let Some(mut postmaster) = self.postmaster.take() else { return };
+        let Some(mut postmaster) = self.process.child.take() else { return };
         // Held still it neither makes children nor buries them: their ids stay theirs while we look.
         let pid = Pid::from_child(&postmaster);
         let _ = kill_process(pid, Signal::STOP);
@@ -158,58 +144,38 @@ impl Server {
 
     /// Lets it end in order (fast shutdown): transactions are rolled back, connections told, all flushed.
     pub fn stop(&mut self) {
-        let Some(postmaster) = self.postmaster.as_mut() else { return };
-        kill_process(Pid::from_child(postmaster), Signal::INT).expect("a signal can be sent");
+        if self.process.child.is_none() {
+            return;
+        }
+        self.process.signal(Signal::INT);
         for _ in 0..PATIENCE.as_millis() / LOOK_AGAIN.as_millis() {
+            let postmaster = self.process.child.as_mut().expect("it runs");
             if postmaster.try_wait().expect("a child can be asked").is_some() {
-                self.postmaster = None;
+                self.process.child = None;
                 return;
             }
             std::thread::sleep(LOOK_AGAIN);
         }
-        panic!("PostgreSQL does not stop:\n{}", self.log());
+        panic!("PostgreSQL does not stop:\n{}", self.process.log());
     }
 
     /// Starts it on the same port and data, after it was killed or stopped; returns when it answers.
     pub async fn start_again(&mut self) {
         self.kill();
-        for _ in 0..ATTEMPTS {
-            self.spawn();
-            if self.answers().await {
-                return;
-            }
-            tokio::time::sleep(LOOK_AGAIN).await; // its port was taken meanwhile
+        let command = self.command();
+        self.process.start_again(command, answers).await;
+    }
+
+    fn command(&self) -> impl Fn(&Path, SocketAddr) -> Command + use<> {
+        let (programs, settings) = (self.programs.clone(), self.settings.clone());
+        move |folder, address| {
+            let mut postgres = program(&programs, "postgres");
+            let port = address.port().to_string();
+            postgres.arg("-D").arg(folder.join("data")).arg("-p").arg(port);
+            postgres.args(SETTINGS.iter().flat_map(|setting| ["-c", setting]));
+            postgres.args(settings.iter().flat_map(|setting| ["-c", setting]));
+            postgres
         }
-        panic!("PostgreSQL did not start again in {ATTEMPTS} attempts:\n{}", self.log());
-    }
-
-    fn spawn(&mut self) {
-        let log = File::options().append(true).create(true).open(self.folder.path().join("log"));
-        let log = log.expect("a log can be written");
-        let mut postgres = program(&self.programs, "postgres");
-        postgres.arg("-D").arg(self.data()).arg("-p").arg(self.address.port().to_string());
-        postgres.args(SETTINGS.iter().flat_map(|setting| ["-c", setting]));
-        postgres.args(self.settings.iter().flat_map(|setting| ["-c", setting]));
-        postgres.stdout(log.try_clone().expect("a handle")).stderr(log);
-        self.postmaster = Some(postgres.spawn().expect("postgres can be run"));
-    }
-
-    /// Waits until it does; `false` when it has ended instead.
-    async fn answers(&mut self) -> bool {
-        soon("PostgreSQL answers", async {
-            loop {
-                let postmaster = self.postmaster.as_mut().expect("it was started");
-                if postmaster.try_wait().expect("a child can be asked").is_some() {
-                    self.postmaster = None;
-                    return false;
-                }
-                if tokio_postgres::connect(&self.url(), NoTls).await.is_ok() {
-                    return true;
-                }
-                tokio::time::sleep(LOOK_AGAIN).await;
-            }
-        })
-        .await
     }
 
     /// A killed server leaves a small segment behind, which only a start on the same data would remove.
@@ -223,20 +189,21 @@ impl Server {
     }
 
     fn data(&self) -> PathBuf {
-        self.folder.path().join("data")
+        self.process.folder.path().join("data")
     }
+}
 
-    fn log(&self) -> String {
-        fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
-    }
+fn url(address: SocketAddr, database: &str) -> String {
+    format!("postgres://postgres@{address}/{database}")
+}
+
+async fn answers(address: SocketAddr) -> bool {
+    tokio_postgres::connect(&url(address, "postgres"), NoTls).await.is_ok()
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        let ended = self.postmaster.as_mut().and_then(|child| child.try_wait().ok().flatten());
-        if let Some(status) = ended {
-            eprintln!("a PostgreSQL has ended by itself, {status}:\n{}", self.log());
-        }
+        self.process.complain();
         self.kill();
     }
 }
@@ -392,9 +359,4 @@ fn children_of(parent: Pid) -> Vec<Pid> {
 /// Holds on to a process, whatever else gets its id later; `None` when it is gone.
 fn handle(pid: Pid) -> Option<OwnedFd> {
     pidfd_open(pid, PidfdFlags::empty()).ok()
-}
-
-fn free_address() -> SocketAddr {
-    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port");
-    port.local_addr().expect("a bound port has an address")
 }

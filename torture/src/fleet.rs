@@ -3,10 +3,13 @@
 //!
 //! ```text
 //!  driver ──jobs, commands──► vedetta up: killed, started again ──► workers: killed, frozen
-//!    │ a worker of its own,          │
+//!    │ a worker of its own,          │      ▲ and their clocks jump
 //!    │ which notes what it is told   └──► PostgreSQL, Redis: killed, started again
 //!    └──► check ──► violations
 //! ```
+//!
+//! The driver's own clock does not jump. That of the server and its workers, and that of a guest, a worker that nobody
+//! supervises, are each what a file says, by libfaketime.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
@@ -59,6 +62,9 @@ pub struct Command {
     /// Worker processes.
     #[arg(long, default_value_t = 4)]
     workers: usize,
+    /// The clocks of the server and of the workers jump by up to an hour, too.
+    #[arg(long)]
+    clocks: bool,
     /// Decides about faults.
     #[arg(long, default_value_t = 0x5eed)]
     seed: u64,
@@ -116,6 +122,8 @@ struct World {
     redis: Option<redis::Server>,
     address: SocketAddr,
     server: Child,
+    /// With clocks that jump: a worker with one of its own.
+    guest: Option<Child>,
     line: RemoteJobs,
     workers: usize,
     /// Jobs that were acknowledged.
@@ -146,11 +154,18 @@ impl World {
             setup.workers
         );
         std::fs::write(folder.path().join("vedetta.toml"), config)?;
+        if setup.clocks {
+            let all = [SERVERS, GUESTS];
+            all.iter().try_for_each(|clock| std::fs::write(folder.path().join(clock), "+0"))?;
+        }
         let any = "127.0.0.1:0".parse()?;
         let (server, address) =
             up(&program, folder.path(), any, postgres.as_ref(), redis.as_ref())?;
         let line = RemoteJobs::new(&format!("http://{address}"), None)?;
+        let guest =
+            if setup.clocks { Some(guest(&program, folder.path(), address)?) } else { None };
         Ok(Self {
+            guest,
             folder,
             program,
             postgres,
@@ -177,6 +192,12 @@ impl World {
                 fault_at = Instant::now() + Duration::from_millis(fastrand::u64(200..1500));
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        if self.guest.is_some() {
+            // What is asked for in between was asked for at a later time than it will be.
+            self.restart_server_at(Some("+3600"))?;
+            self.ask_for_jobs().await;
+            self.restart_server_at(Some("-3600"))?;
         }
         Ok(())
     }
@@ -243,14 +264,19 @@ impl World {
     async fn workers(&self) -> Vec<Value> {
         let all = self.ask(Method::GET, "/workers", &Value::Null).await.unwrap_or_default();
         let all = all["workers"].as_array().cloned().unwrap_or_default();
-        let is_ours = |worker: &Value| worker["id"] != "witness" && worker["status"] != "stopped";
+        let strangers = ["witness", GUEST];
+        let is_ours = |worker: &Value| {
+            !strangers.iter().any(|it| worker["id"] == *it) && worker["status"] != "stopped"
+        };
         all.into_iter().filter(is_ours).collect()
     }
 
     async fn fault(&mut self) -> anyhow::Result<()> {
         let processes: Vec<u32> = self.processes().into_iter().collect();
         let victim = fastrand::choice(&processes).copied();
-        let what = match (fastrand::u8(0..10), victim) {
+        // Where clocks jump, every third fault is that.
+        let most = if self.guest.is_some() { 14 } else { 10 };
+        let what = match (fastrand::u8(0..most).min(9), victim) {
             (0..=2, Some(pid)) => {
                 signal(pid, Signal::KILL);
                 "worker killed"
@@ -278,6 +304,14 @@ impl World {
                 }
                 "PostgreSQL killed"
             }
+            (9, _) if self.guest.is_some() => {
+                let (clock, what) = if fastrand::bool() {
+                    (SERVERS, "clock of the server jumped")
+                } else {
+                    (GUESTS, "clock of a worker jumped")
+                };
+                return self.jump(clock, what);
+            }
             _ => {
                 let _ = self.ask(Method::POST, "/workers/restart", &Value::Null).await;
                 "rolling restart"
@@ -287,9 +321,27 @@ impl World {
         Ok(())
     }
 
+    fn jump(&mut self, clock: &str, what: &'static str) -> anyhow::Result<()> {
+        let to = fastrand::choice(["+3600", "-3600", "+0", "+61", "-61"]).unwrap_or("+0");
+        std::fs::write(self.folder.path().join(clock), to)?;
+        *self.report.faults.entry(what).or_default() += 1;
+        Ok(())
+    }
+
     fn restart_server(&mut self) -> anyhow::Result<()> {
+        if self.guest.is_some() && fastrand::bool() {
+            self.jump(SERVERS, "clock of the server jumped")?;
+        }
+        self.restart_server_at(None)
+    }
+
+    /// With its clock set while it is down, if that is said.
+    fn restart_server_at(&mut self, time: Option<&str>) -> anyhow::Result<()> {
         self.server.kill()?;
         self.server.wait()?;
+        if let Some(time) = time {
+            std::fs::write(self.folder.path().join(SERVERS), time)?;
+        }
         let (postgres, redis) = (self.postgres.as_ref(), self.redis.as_ref());
         let folder = self.folder.path();
         self.server = up(&self.program, folder, self.address, postgres, redis)?.0;
@@ -304,7 +356,9 @@ impl World {
         all.filter(|pid: &u32| {
             let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
             let words: Vec<&[u8]> = line.split(|byte| *byte == 0).collect();
-            words.contains(&&b"worker"[..]) && words.contains(&server.as_bytes())
+            words.contains(&&b"worker"[..])
+                && words.contains(&server.as_bytes())
+                && !words.contains(&GUEST.as_bytes())
         })
         .collect()
     }
@@ -322,6 +376,15 @@ impl World {
         }
         if !last.is_empty() {
             self.report.violations.push(last);
+        }
+        if let Some(guest) = &mut self.guest {
+            if guest.try_wait()?.is_some() {
+                self.report.violations.push("the guest has ended by itself".into());
+            }
+            signal(guest.id(), Signal::TERM);
+            if !guest.wait()?.success() {
+                self.report.violations.push("the guest did not end in good order".into());
+            }
         }
         signal(self.server.id(), Signal::TERM);
         if !self.server.wait()?.success() {
@@ -366,8 +429,10 @@ impl World {
 
 impl Drop for World {
     fn drop(&mut self) {
-        let _ = self.server.kill();
-        let _ = self.server.wait();
+        for child in [Some(&mut self.server), self.guest.as_mut()].into_iter().flatten() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
         self.processes().into_iter().for_each(|pid| signal(pid, Signal::KILL));
     }
 }
@@ -377,6 +442,39 @@ fn signal(pid: u32, signal: Signal) {
         // It may just have ended.
         let _ = kill_process(pid, signal);
     }
+}
+
+/// The worker that nobody supervises.
+const GUEST: &str = "guest";
+/// How far clocks are off, in files of the folder: that of the server and its workers, and that of the guest.
+const SERVERS: &str = "clock";
+const GUESTS: &str = "guests-clock";
+
+/// The same program with the wall clock that a file says, if there is one. The other clocks stay as they are, as they
+/// do when somebody sets the time.
+fn with_clock(command: &mut Program, file: &Path) -> anyhow::Result<()> {
+    if !file.exists() {
+        return Ok(());
+    }
+    let folders = ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib"];
+    let library = folders.map(|folder| Path::new(folder).join("faketime/libfaketimeMT.so.1"));
+    let library = library.into_iter().find(|file| file.is_file());
+    let library = library.context("clocks cannot jump: apt-get install libfaketime")?;
+    command.env("LD_PRELOAD", library).env("FAKETIME_TIMESTAMP_FILE", file);
+    command.env("FAKETIME_CACHE_DURATION", "1").env("FAKETIME_DONT_FAKE_MONOTONIC", "1");
+    command.env("DONT_FAKE_MONOTONIC", "1");
+    Ok(())
+}
+
+/// Starts the worker that nobody supervises.
+fn guest(program: &Path, folder: &Path, server: SocketAddr) -> anyhow::Result<Child> {
+    let log = std::fs::File::options().append(true).create(true).open(folder.join("guests-log"))?;
+    let mut command = Program::new(program);
+    command.args(["worker", "run", "--queue", "default", "--id", GUEST]);
+    command.args(["--server", &format!("http://{server}"), "--grace", "1h"]);
+    command.current_dir(folder).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+    with_clock(&mut command, &folder.join(GUESTS))?;
+    Ok(command.spawn()?)
 }
 
 /// Starts the server; returns when it is ready.
@@ -391,6 +489,7 @@ fn up(
     let mut command = Program::new(program);
     command.args(["up", "--http", &address.to_string(), "--etcd", "127.0.0.1:0"]);
     command.current_dir(folder).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
+    with_clock(&mut command, &folder.join(SERVERS))?;
     if let Some(postgres) = postgres {
         command.env("VEDETTA_JOBS_URL", postgres.url());
     }

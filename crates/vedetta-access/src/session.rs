@@ -23,6 +23,8 @@ const LONGEST: Duration = Duration::from_secs(24 * 3600);
 const MOST: i64 = 32;
 /// How exactly it is known when somebody was last seen.
 const SEEN: Duration = Duration::from_secs(60);
+/// A lent token that was not used for so long is nobody's any more.
+const UNUSED: Duration = Duration::from_secs(3600);
 /// What is longer proves nothing.
 const LONGEST_PROOF: usize = 128;
 
@@ -57,12 +59,13 @@ pub struct Session {
     pub identity: Identity,
 }
 
-/// A token for as long as this process lives.
+/// A token for the processes that this one starts.
 #[derive(Debug)]
 pub(crate) struct Lent {
     hash: [u8; 32],
     name: String,
     role: Role,
+    used: SystemTime,
 }
 
 impl Access {
@@ -191,9 +194,12 @@ impl Access {
             return Ok(None);
         }
         let hash = hash(token);
-        let is_it = |lent: &&Lent| lent.hash == hash;
-        if let Some(lent) = self.inner.lent.lock().iter().find(is_it) {
+        if let Some(lent) = self.inner.lent.lock().iter_mut().find(|lent| lent.hash == hash) {
             let (name, role) = (lent.name.clone(), lent.role);
+            if now >= lent.used + SEEN {
+                lent.used = now;
+                self.seen("UPDATE lent SET used = ?2 WHERE hash = ?1", hash, now);
+            }
             return Ok(Some(Identity { name, role, proof: Proof::Token, expires: None }));
         }
         let found = {
@@ -216,12 +222,38 @@ impl Access {
         Ok(Some(Identity { name, role, proof: Proof::Token, expires }))
     }
 
-    /// A token that is good as long as this process lives and is kept nowhere: for the commands it starts.
+    /// A token for what this process starts. It is good until it is taken back. Those that a process lent
+    /// which was killed stay good while they are used: what it started may still run, and be this one's now; but
+    /// with no higher role than this.
     pub fn lend(&self, name: &str, role: Role) -> Result<Secret, AccessError> {
-        let secret = Secret::random(BEGINNING)?;
-        let lent = Lent { hash: hash(secret.reveal()), name: name.to_owned(), role };
-        self.inner.lent.lock().push(lent);
+        let (secret, now) = (Secret::random(BEGINNING)?, SystemTime::now());
+        let own = Lent { hash: hash(secret.reveal()), name: name.to_owned(), role, used: now };
+        let mut all = self.keep(|tx| {
+            let unused = millis(now.checked_sub(UNUSED).unwrap_or(std::time::UNIX_EPOCH));
+            tx.execute("DELETE FROM lent WHERE used < ?1", [unused])?;
+            let mut statement = tx.prepare("SELECT hash, name, role, used FROM lent")?;
+            let rows = statement.query_map([], |row| {
+                let lent = self::role(row.get(2)?)?.min(role);
+                let used = time(row.get(3)?);
+                Ok(Lent { hash: row.get(0)?, name: row.get(1)?, role: lent, used })
+            })?;
+            let all = rows.collect::<rusqlite::Result<Vec<Lent>>>()?;
+            let sql = "INSERT INTO lent (hash, name, role, used) VALUES (?1, ?2, ?3, ?4)";
+            tx.execute(sql, (own.hash, name, role.word(), millis(now)))?;
+            Ok(all)
+        })?;
+        all.push(own);
+        *self.inner.lent.lock() = all;
         Ok(secret)
+    }
+
+    /// Ends all tokens that were lent.
+    pub fn take_back(&self) -> Result<(), AccessError> {
+        let lent = std::mem::take(&mut *self.inner.lent.lock());
+        if lent.is_empty() {
+            return Ok(());
+        }
+        self.keep(|tx| Ok(tx.execute("DELETE FROM lent", []).map(drop)?))
     }
 
     /// Notes that somebody was there. Nobody waits for it, and it matters little when it fails.

@@ -23,7 +23,8 @@ const APPLICATION: i64 = 0x5664_4163;
 const BUSY: Duration = Duration::from_secs(5);
 
 /// Each step brings the file one version on; never changed once released, only added to.
-const STEPS: &[&str] = &["
+const STEPS: &[&str] = &[
+    "
     CREATE TABLE user (
         id INTEGER PRIMARY KEY AUTOINCREMENT,
         name TEXT NOT NULL UNIQUE,
@@ -60,7 +61,17 @@ const STEPS: &[&str] = &["
         count INTEGER NOT NULL
     ) STRICT;
     CREATE INDEX audit_by_time ON audit (at);
-"];
+",
+    "
+    -- Tokens that a server lends to the processes it starts: they outlive it if it is killed.
+    CREATE TABLE lent (
+        hash BLOB PRIMARY KEY,
+        name TEXT NOT NULL,
+        role TEXT NOT NULL,
+        used INTEGER NOT NULL
+    ) STRICT, WITHOUT ROWID;
+",
+];
 
 /// Users, tokens, sessions and the audit log of a data folder; clones share it. Its methods read and write a
 /// file, some hash a password: they may block.
@@ -119,6 +130,18 @@ impl Access {
         let tx = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
         let done = change(&tx)?;
         audit::insert(&tx, entry, 1)?;
+        tx.commit()?;
+        Ok(done)
+    }
+
+    /// A change that is nobody's doing.
+    pub(crate) fn keep<T>(
+        &self,
+        change: impl FnOnce(&Transaction<'_>) -> Result<T, AccessError>,
+    ) -> Result<T, AccessError> {
+        let mut connection = self.inner.write.lock();
+        let tx = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
+        let done = change(&tx)?;
         tx.commit()?;
         Ok(done)
     }

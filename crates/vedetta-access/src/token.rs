@@ -7,7 +7,7 @@ use serde::Serialize;
 use crate::audit::Entry;
 use crate::secret::{Secret, hash};
 use crate::store::{check_name, is_taken, millis, time};
-use crate::user::{maybe_seconds, role, seconds};
+use crate::user::{maybe_stamp, role, stamp};
 use crate::{Access, AccessError, Role};
 
 /// So that it is known for what it is where it should not be.
@@ -21,13 +21,13 @@ pub struct Token {
     /// What its holder may do.
     pub role: Role,
     /// Since when it is good.
-    #[serde(serialize_with = "seconds")]
+    #[serde(serialize_with = "stamp")]
     pub created: SystemTime,
     /// Until when.
-    #[serde(serialize_with = "maybe_seconds")]
+    #[serde(serialize_with = "maybe_stamp")]
     pub expires: Option<SystemTime>,
     /// When it was used last, to the minute.
-    #[serde(serialize_with = "maybe_seconds")]
+    #[serde(serialize_with = "maybe_stamp")]
     pub used: Option<SystemTime>,
 }
 

@@ -19,25 +19,25 @@ pub struct User {
     /// They cannot sign in at present.
     pub disabled: bool,
     /// Since when there is such a user.
-    #[serde(serialize_with = "seconds")]
+    #[serde(serialize_with = "stamp")]
     pub created: SystemTime,
     /// When they signed in last.
-    #[serde(serialize_with = "maybe_seconds")]
+    #[serde(serialize_with = "maybe_stamp")]
     pub used: Option<SystemTime>,
 }
 
-/// Seconds since 1970.
-pub(crate) fn seconds<S: Serializer>(at: &SystemTime, to: S) -> Result<S::Ok, S::Error> {
-    to.serialize_i64(millis(*at) / 1000)
+/// A time, to the millisecond.
+pub(crate) fn stamp<S: Serializer>(at: &SystemTime, to: S) -> Result<S::Ok, S::Error> {
+    to.collect_str(&humantime::format_rfc3339_millis(*at))
 }
 
 #[expect(clippy::ref_option, reason = "serde hands out references")]
-pub(crate) fn maybe_seconds<S: Serializer>(
+pub(crate) fn maybe_stamp<S: Serializer>(
     at: &Option<SystemTime>,
     to: S,
 ) -> Result<S::Ok, S::Error> {
     match at {
-        Some(at) => seconds(at, to),
+        Some(at) => stamp(at, to),
         None => to.serialize_none(),
     }
 }

@@ -184,6 +184,36 @@ fn a_lent_token_ends_with_its_process() {
     let another = Access::open(folder.path()).unwrap();
     assert_eq!(another.by_token(lent.reveal(), now).unwrap(), None);
     assert!(another.tokens().unwrap().is_empty());
+    assert!(!contains(folder.path(), lent.reveal()));
+    access.take_back().unwrap();
+    assert_eq!(access.by_token(lent.reveal(), now).unwrap(), None);
+    another.lend("commands", Role::Operator).unwrap();
+    assert_eq!(another.by_token(lent.reveal(), now).unwrap(), None);
+}
+
+#[test]
+fn a_token_that_a_killed_process_lent_stays_good_while_it_is_used_with_no_higher_role() {
+    let (folder, first) = open();
+    let lent = first.lend("commands", Role::Admin).unwrap();
+    drop(first);
+    let now = SystemTime::now();
+    let next = Access::open(folder.path()).unwrap();
+    next.lend("commands", Role::Operator).unwrap();
+    let found = next.by_token(lent.reveal(), now).unwrap().unwrap();
+    assert_eq!((found.name.as_str(), found.role), ("commands", Role::Operator));
+    // It is used in the hours that follow, but not in those after them: by then nobody has it.
+    assert!(next.by_token(lent.reveal(), now + HOUR).unwrap().is_some());
+    let file = rusqlite::Connection::open(folder.path().join(FILE)).unwrap();
+    let used = |ago: Duration| {
+        let at = (now - ago).duration_since(SystemTime::UNIX_EPOCH).unwrap().as_millis();
+        file.execute("UPDATE lent SET used = ?1", [i64::try_from(at).unwrap()]).unwrap();
+    };
+    for (ago, is_good) in [(HOUR / 2, true), (2 * HOUR, false)] {
+        used(ago);
+        let next = Access::open(folder.path()).unwrap();
+        next.lend("commands", Role::Operator).unwrap();
+        assert_eq!(next.by_token(lent.reveal(), now).unwrap().is_some(), is_good, "{ago:?}");
+    }
 }
 
 #[test]

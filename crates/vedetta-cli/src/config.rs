@@ -17,6 +17,7 @@ use vedetta::access::{Access, AccessError, Role, Secret};
 use vedetta::etcd::{BadEndpoint, ClientTls, Cluster, TlsFiles};
 use vedetta::kv;
 use vedetta::runtime::Command;
+use vedetta::telemetry::{Settings, SettingsError};
 
 pub(crate) use fleet::BusAt;
 use fleet::{Bus, Supervisor};
@@ -156,6 +157,8 @@ pub(crate) enum ConfigError {
         "the queue {0:?} is a stream of NATS, which the server works itself: a supervisor cannot"
     )]
     WorkedStream(String),
+    #[error(transparent)]
+    Telemetry(#[from] SettingsError),
     #[error("{} is not a folder", .0.display())]
     Folder(PathBuf),
 }
@@ -176,6 +179,7 @@ pub(crate) struct Config {
     periodic: BTreeMap<JobName, Tick>,
     supervisor: BTreeMap<JobName, Supervisor>,
     pub(crate) retention: Keep,
+    telemetry: Telemetry,
 }
 
 /// The `[store]` table.
@@ -191,6 +195,20 @@ pub(crate) struct Store {
     #[serde(with = "humantime_serde")]
     keep_age: Option<Duration>,
     quota: Size,
+}
+
+/// The `[telemetry]` table: where traces and numbers go, and how many traces.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+struct Telemetry {
+    otlp: Option<String>,
+    sample: f64,
+}
+
+impl Default for Telemetry {
+    fn default() -> Self {
+        Self { otlp: None, sample: 1.0 }
+    }
 }
 
 /// The `[jobs]` table: where jobs and the queues of stages are.
@@ -389,7 +407,36 @@ impl Config {
         config.watch.iter().try_for_each(|(name, watch)| watch.check(name))?;
         config.check_jobs()?;
         config.check_fleet()?;
+        config.telemetry()?;
         Ok(config)
+    }
+
+    /// Where traces and numbers go, if anywhere.
+    pub(crate) fn telemetry(&self) -> Result<Option<Settings>, ConfigError> {
+        let Telemetry { otlp, sample } = &self.telemetry;
+        Ok(Settings::find(otlp.as_deref(), *sample)?)
+    }
+
+    /// What is most likely a mistake, though it may be meant so: in sentences.
+    pub(crate) fn doubts(&self) -> Result<Vec<String>, ConfigError> {
+        let cannot_run = self.programs().filter_map(|(name, program)| {
+            let why = runnable(program).err()?;
+            Some(format!("{name} cannot be run: {why}"))
+        });
+        let all = cannot_run.chain(self.unhandled()?.into_iter().map(|(name, kind)| {
+            format!("{name} asks for jobs of the kind {kind:?}, for which no handler is declared")
+        }));
+        Ok(all.collect())
+    }
+
+    /// What is run, by which table of the file.
+    pub(crate) fn programs(&self) -> impl Iterator<Item = (String, &str)> {
+        let watchers =
+            self.watch.iter().map(|(name, watch)| (format!("watch.{}", name.0), watch.program()));
+        let handlers = self.handler.iter();
+        let handlers =
+            handlers.map(|(kind, handler)| (format!("handler.{}", kind.0), handler.program()));
+        watchers.chain(handlers)
     }
 
     /// Whether it is safe to listen where others reach us.
@@ -480,6 +527,27 @@ impl Store {
     }
 }
 
+/// The file of a program that a command names, if it can be run; else why not, and what to do.
+pub(crate) fn runnable(program: &str) -> Result<PathBuf, String> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let found = if program.contains('/') {
+        Some(PathBuf::from(program)).filter(|file| file.is_file())
+    } else {
+        std::env::split_paths(&path).map(|folder| folder.join(program)).find(|file| file.is_file())
+    };
+    let Some(file) = found else {
+        let place = if program.contains('/') { "a file" } else { "in PATH" };
+        return Err(format!("it runs {program}, which is not {place}"));
+    };
+    match rustix::fs::access(&file, rustix::fs::Access::EXEC_OK) {
+        Ok(()) => Ok(file),
+        Err(_) => {
+            let advice = format!("chmod +x {}", file.display());
+            Err(format!("{} is not executable: {advice}", file.display()))
+        }
+    }
+}
+
 /// A number of bytes, for example `8GB` or `512MiB`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
@@ -528,8 +596,8 @@ mod tests {
         assert_eq!(Config::parse(EXAMPLE), Ok(Config::default()));
         let keys = example.values().map(|table| table.as_table().unwrap().len()).sum::<usize>();
         assert_eq!(
-            keys, 15,
-            "all but keep-age, TLS, watchers and what jobs are declared, which are off"
+            keys, 16,
+            "all but keep-age, otlp, TLS, watchers and what jobs are declared, which are off"
         );
     }
 
@@ -537,8 +605,9 @@ mod tests {
     fn what_is_commented_out_is_understood_too() {
         let mut on = EXAMPLE.to_owned();
         let watch = ["prefix", "run", "key-types", "quiet", "parallel", "timeout", "resync"];
-        for key in
-            ["keep-age", "cert", "key", "client-ca", "tls-cert", "tls-key"].iter().chain(&watch)
+        for key in ["keep-age", "otlp", "cert", "key", "client-ca", "tls-cert", "tls-key"]
+            .iter()
+            .chain(&watch)
         {
             on = on.replace(&format!("# {key} ="), &format!("{key} ="));
         }
@@ -587,6 +656,7 @@ mod tests {
         assert_eq!(config.workers(&Own::default()).len(), 1);
         assert_eq!(format!("{:?}", config.periodic().unwrap()[0].every), "30 3 * * * Europe/Rome");
         assert_eq!(config.store.keep_age, Some(Duration::from_secs(24 * 3600)));
+        assert_eq!(config.telemetry.otlp.as_deref(), Some("http://127.0.0.1:4318"));
         let tls = config.http.tls().unwrap().unwrap();
         assert_eq!((tls.cert, tls.key), ("http.crt".into(), "http.key".into()));
         let tls = config.etcd.tls().unwrap().unwrap();

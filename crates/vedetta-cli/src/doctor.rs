@@ -12,8 +12,9 @@ use vedetta::access::Access;
 use vedetta::db::postgres::Postgres;
 use vedetta::db::{self, DataFolder};
 use vedetta::kv;
+use vedetta::telemetry::Settings;
 
-use crate::config::{Config, JobsAt, Place};
+use crate::config::{Config, JobsAt, Place, runnable};
 use crate::exit::No;
 use crate::output::{self, Format};
 
@@ -97,15 +98,16 @@ impl Doctor {
         if let JobsAt::Postgres(url) = config.jobs.at()? {
             checks.push(jobs(&url));
         }
+        checks.extend(config.telemetry()?.map(|settings| telemetry(&settings)));
         checks.extend(PROGRAMS.map(|(program, package)| optional(program, package)));
-        let watchers = config.watch.iter().map(|(name, watch)| ("watch", &name.0, watch.program()));
-        let handlers = config.handler.iter();
-        let handlers = handlers.map(|(kind, handler)| ("handler", &kind.0, handler.program()));
-        checks.extend(
-            watchers
-                .chain(handlers)
-                .map(|(table, name, program)| command(format!("{table}.{name}"), program)),
-        );
+        checks.extend(config.programs().map(|(name, program)| match runnable(program) {
+            Ok(file) => Check::ok(name, format!("it runs {}", file.display())),
+            Err(why) => Check::broken(name, why),
+        }));
+        checks.extend(config.unhandled()?.into_iter().map(|(name, kind)| {
+            let detail = format!("no handler is declared for jobs of the kind {kind:?}");
+            Check::note(name, detail)
+        }));
         match self.output {
             Format::Json => output::json(out, &serde_json::json!({ "checks": checks }))?,
             Format::Table => {
@@ -311,24 +313,12 @@ fn is_vedetta(address: SocketAddr) -> bool {
     health.is_ok_and(|health| health["program"] == "vedetta")
 }
 
-/// Whether the command of a watcher can be run.
-fn command(name: String, program: &str) -> Check {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let found = if program.contains('/') {
-        Some(PathBuf::from(program)).filter(|file| file.is_file())
-    } else {
-        std::env::split_paths(&path).map(|folder| folder.join(program)).find(|file| file.is_file())
-    };
-    let Some(file) = found else {
-        let place = if program.contains('/') { "a file" } else { "in PATH" };
-        return Check::broken(name, format!("it runs {program}, which is not {place}"));
-    };
-    match rustix::fs::access(&file, rustix::fs::Access::EXEC_OK) {
-        Ok(()) => Check::ok(name, format!("it runs {}", file.display())),
-        Err(_) => {
-            let advice = format!("chmod +x {}", file.display());
-            Check::broken(name, format!("{} is not executable: {advice}", file.display()))
-        }
+/// What is not there now may be later, and nothing waits for it.
+fn telemetry(settings: &Settings) -> Check {
+    let (name, to) = ("telemetry", settings.shown());
+    match settings.check(Duration::from_secs(3)) {
+        Ok(()) => Check::ok(name, format!("traces and numbers go to {to}")),
+        Err(why) => Check::note(name, format!("{to} does not take them: {why}")),
     }
 }
 

@@ -21,10 +21,11 @@ use vedetta::fleet::{self, Crew, Supervising};
 use vedetta::jobs::jetstream::JetStream;
 use vedetta::jobs::postgres::PostgresJobs;
 use vedetta::jobs::sqlite::SqliteJobs;
-use vedetta::jobs::{self, Housekeeping, Jobs, Ledger};
+use vedetta::jobs::{self, Housekeeping, Jobs, Ledger, Worker};
 use vedetta::kv::{self, Store};
 use vedetta::runtime::{Keys, Watching};
 use vedetta::stage;
+use vedetta::telemetry::{Exporter, Settings};
 
 use crate::config::{Addresses, Config, ConfigError, JobsAt, Own, Place};
 use crate::fleet::{Keeper, open_fleet, start_supervisors};
@@ -78,6 +79,7 @@ impl Up {
 
 async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Result<()> {
     let data = place.data.as_path();
+    config.doubts()?.iter().for_each(|doubt| tracing::warn!("{doubt}"));
     let mut signals = Signals::listen().context("cannot listen for signals")?;
     let tls = config.etcd.tls()?.map(|files| files.load()).transpose()?;
     let http_tls = config.http.tls()?.map(|files| files.load()).transpose()?;
@@ -90,13 +92,11 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
     let db = Db::open(&db::Options::new(folder.database()), SCHEMAS)?;
     let store = Store::open(db.clone(), config.store.options()).await?;
 
-    let stop = CancellationToken::new();
-    let endpoint = Endpoint::new(store.clone());
-    let endpoint = match tls {
-        Some(tls) => endpoint.tls(tls),
-        None => endpoint,
-    };
-    let ending = CancellationToken::new();
+    let [stop, ending, workers_stop] = std::array::from_fn(|_| CancellationToken::new());
+    let mut endpoint = Endpoint::new(store.clone());
+    if let Some(tls) = tls {
+        endpoint = endpoint.tls(tls);
+    }
     let api = Api::new(store.clone()).ending(ending.clone());
     let (api, ledger, streams, keeper) = open_jobs(config, db, api).await?;
     // What our workers do is seen, too. In the file alone nobody else settles anything.
@@ -104,30 +104,30 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
         JobsAt::Embedded => Observed::alone(ledger),
         _ => Observed::new(ledger),
     };
+    let (api, exporter) = tell(config, api, &observed)?;
     let ledger: Arc<dyn Ledger> = Arc::clone(&observed) as _;
     let fleet = open_fleet(config, keeper, &ledger).await?;
-    let mut api = api.observed(observed).kinds(config.kinds()?).fleet(fleet.clone());
+    let api = api.observed(observed).kinds(config.kinds()?).queues(config.queues()?);
+    let mut api = api.fleet(fleet.clone());
     let access = Access::open(data)?;
     let own = own(config, &access, http, http_tls.is_some())?;
+    let lender = access.clone();
     api = api.access(access, config.auth.enabled).hosts(config.http.hosts.clone());
     if let Some(tls) = http_tls {
         api = api.tls(tls);
     }
     let housekeeping =
         Housekeeping::start(&ledger, config.periodic()?, config.retention.retention())?;
-    let (workers_stop, supervised) = (CancellationToken::new(), config.supervised());
-    let (mut workers, grace) = (JoinSet::new(), config.shutdown.grace);
+    let mut workers = JoinSet::new();
     for (queue, worker) in config.workers(&own) {
-        if supervised.contains(queue) {
-            continue;
+        if !config.supervised().contains(queue) {
+            let jobs = streams.get(queue).map(|stream| Arc::clone(stream) as Arc<dyn Jobs>);
+            let jobs = jobs.unwrap_or_else(|| Arc::clone(&ledger) as _);
+            let working = traced(worker, exporter.as_ref()).start(jobs)?;
+            let name = working.name().to_owned();
+            let crew = Crew::new(name, Arc::new(fleet.clone()), vec![working]);
+            workers.spawn(crew.run(workers_stop.clone(), config.shutdown.grace));
         }
-        let jobs: Arc<dyn Jobs> = match streams.get(queue) {
-            Some(stream) => Arc::clone(stream) as _,
-            None => Arc::clone(&ledger) as _,
-        };
-        let working = worker.start(jobs)?;
-        let crew = Crew::new(working.name().to_owned(), Arc::new(fleet.clone()), vec![working]);
-        workers.spawn(crew.run(workers_stop.clone(), grace));
     }
     let control = Arc::new(fleet.clone());
     let supervisors = start_supervisors(config, &own, place.config.as_deref(), &control)?;
@@ -171,6 +171,10 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
         stop.cancel();
         drain(&mut serving, until.saturating_duration_since(Instant::now())).await;
         store.close().await;
+        take_back(&lender);
+        if let Some(exporter) = exporter {
+            flush(exporter).await;
+        }
     };
     tokio::select! {
         () = end => {}
@@ -178,6 +182,59 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
     }
     tracing::info!("stopped");
     Ok(())
+}
+
+/// Ends the tokens of commands and workers, which are gone by now.
+fn take_back(access: &Access) {
+    if let Err(error) = access.take_back() {
+        tracing::warn!(error = vedetta::core::explain(&error), "lent tokens are left behind");
+    }
+}
+
+/// Has traces and numbers sent, if that is on.
+fn tell(
+    config: &Config,
+    api: Api,
+    observed: &Observed,
+) -> anyhow::Result<(Api, Option<Arc<Exporter>>)> {
+    let Some(settings) = config.telemetry()? else { return Ok((api, None)) };
+    let exporter = start_telemetry(&settings, None)?;
+    observed.tell(Arc::clone(&exporter) as _);
+    let numbers = Arc::clone(&exporter);
+    let api = api.numbers(settings.every(), move |families| numbers.numbers(families));
+    Ok((api, Some(exporter)))
+}
+
+/// Starts sending traces and numbers of this process.
+pub(crate) fn start_telemetry(
+    settings: &Settings,
+    name: Option<&str>,
+) -> anyhow::Result<Arc<Exporter>> {
+    let (host, pid) = (fleet::host_name(), std::process::id().to_string());
+    let made_up = format!("{host}-{pid}");
+    let about = [
+        ("service.instance.id", name.unwrap_or(&made_up)),
+        ("host.name", &host),
+        ("process.pid", &pid),
+    ];
+    tracing::info!(to = settings.shown(), "traces and numbers are sent");
+    Ok(Exporter::start(settings, &about)?)
+}
+
+/// The same worker, which tells what becomes of its jobs.
+pub(crate) fn traced(worker: Worker, exporter: Option<&Arc<Exporter>>) -> Worker {
+    match exporter {
+        Some(exporter) => worker.spans(Arc::clone(exporter) as _),
+        None => worker,
+    }
+}
+
+/// Sends what is left, if that does not take long.
+pub(crate) async fn flush(exporter: Arc<Exporter>) {
+    let closed = tokio::task::spawn_blocking(move || exporter.close()).await;
+    if let Err(error) = closed {
+        tracing::error!(%error, "telemetry broke down");
+    }
 }
 
 /// Starts the declared watchers, and shows them.

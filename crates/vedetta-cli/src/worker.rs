@@ -1,5 +1,6 @@
 mod run;
 
+use std::collections::BTreeSet;
 use std::io::Write;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -9,7 +10,7 @@ use serde_json::json;
 use ureq::http::Method;
 use vedetta::fleet::bus::State;
 use vedetta::fleet::roster::Status;
-use vedetta::fleet::wire::{CommandInfo, Commands, WorkerInfo, Workers};
+use vedetta::fleet::wire::{CommandInfo, Commands, Mood, WorkerInfo, Workers};
 
 use crate::client::{Client, ClientError, Remote, encode};
 use crate::config::Time;
@@ -66,7 +67,7 @@ enum Command {
         #[command(flatten)]
         how: How,
     },
-    /// Have every supervisor replace its workers, one at a time; the list shows when it is through
+    /// Have every supervisor replace its workers, one at a time
     Restart {
         #[command(flatten)]
         how: How,
@@ -75,7 +76,7 @@ enum Command {
 
 #[derive(Debug, Args)]
 struct How {
-    /// Wait until it is obeyed; a stop, until the worker is gone
+    /// Wait until it is obeyed; a stop, until the worker is gone; a restart, until all are replaced
     #[arg(long)]
     wait: bool,
     /// Not to be obeyed after that [default: 60s]
@@ -129,7 +130,9 @@ impl Worker {
         let client = Client::new(&self.remote)?;
         let ttl = how.ttl.map(|ttl| format!("?ttl_ms={}", ttl.as_millis())).unwrap_or_default();
         let path = format!("{path}{ttl}");
-        let is_one = !path.contains("/terminate") && !path.contains("/restart");
+        let is_restart = path.contains("/restart");
+        let is_one = !path.contains("/terminate") && !is_restart;
+        let before = if how.wait && is_restart { supervised(&client)? } else { BTreeSet::new() };
         let mut commands = if is_one {
             vec![client.ask::<CommandInfo>(Method::POST, &path, body)?]
         } else {
@@ -141,6 +144,9 @@ impl Worker {
             }
             if let Some(id) = leaves {
                 wait_for_end(&client, &id)?;
+            }
+            if is_restart && commands.iter().all(|it| matches!(it.state, State::Applied)) {
+                wait_for_others(&client, &before)?;
             }
         }
         match self.remote.output {
@@ -176,6 +182,50 @@ fn wait_for_end(client: &Client, id: &str) -> anyhow::Result<()> {
         let all: Workers = client.get("/api/v1/workers")?;
         let worker = all.workers.iter().find(|worker| worker.id == id);
         if worker.is_none_or(|worker| matches!(worker.status, Status::Stopped | Status::Silent)) {
+            return Ok(());
+        }
+        sleep(OFTEN);
+    }
+}
+
+/// The workers that supervisors have now.
+fn supervised(client: &Client) -> anyhow::Result<BTreeSet<String>> {
+    let all: Workers = client.get("/api/v1/workers")?;
+    let theirs = all.workers.into_iter().filter(|worker| {
+        worker.supervisor.is_some() && !matches!(worker.status, Status::Stopped | Status::Silent)
+    });
+    Ok(theirs.map(|worker| worker.id).collect())
+}
+
+/// Until none of these is left and their supervisors have others, however long what runs takes.
+fn wait_for_others(client: &Client, before: &BTreeSet<String>) -> anyhow::Result<()> {
+    loop {
+        let all: Workers = client.get("/api/v1/workers")?;
+        let moods: Vec<_> =
+            all.supervisors.iter().filter_map(|it| Some((it, it.report.as_ref()?.state))).collect();
+        if let Some((failing, _)) = moods.iter().find(|(_, mood)| *mood == Mood::CrashLooping) {
+            let name = output::one_line(&failing.name);
+            anyhow::bail!("not replaced: new workers of the supervisor {name} end again and again");
+        }
+        let is_left = |worker: &WorkerInfo| {
+            before.contains(&worker.id)
+                && !matches!(worker.status, Status::Stopped | Status::Silent)
+        };
+        let has_them = |name: &str, wanted: u32| {
+            let of_it = |worker: &&WorkerInfo| {
+                worker.supervisor.as_deref() == Some(name)
+                    && matches!(worker.status, Status::Running | Status::Paused)
+            };
+            all.workers.iter().filter(of_it).count() >= wanted as usize
+        };
+        let is_whole = moods.iter().all(|(it, mood)| match mood {
+            Mood::Running => {
+                has_them(&it.name, it.report.as_ref().map_or(0, |report| report.wanted))
+            }
+            Mood::Terminated => true,
+            Mood::Restarting | Mood::CrashLooping => false,
+        });
+        if is_whole && !all.workers.iter().any(is_left) {
             return Ok(());
         }
         sleep(OFTEN);

@@ -1,6 +1,6 @@
 //! The routes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,8 +14,9 @@ use serde::{Deserialize, Serialize};
 use tokio_util::sync::CancellationToken;
 use vedetta_access::Access;
 use vedetta_core::Revision;
+use vedetta_core::measure::Family;
 use vedetta_fleet::Fleet;
-use vedetta_jobs::{Kinds, Ledger, wire};
+use vedetta_jobs::{DEFAULT_QUEUE, Kinds, Ledger, wire};
 use vedetta_kv::Store;
 use vedetta_net::tls::Tls;
 use vedetta_runtime::Handle;
@@ -45,12 +46,14 @@ pub struct Api {
     pub(crate) jobs: Option<Arc<Observed>>,
     pub(crate) fleet: Option<Fleet>,
     pub(crate) kinds: Kinds,
+    pub(crate) queues: BTreeSet<String>,
     pub(crate) ending: CancellationToken,
     pub(crate) limits: Limits,
     pub(crate) access: Option<Access>,
     pub(crate) signs_in: bool,
     pub(crate) hosts: Vec<String>,
     pub(crate) tls: Option<Tls>,
+    pub(crate) numbers: Option<(Duration, metrics::Sink)>,
 }
 
 /// A watcher that is shown.
@@ -101,12 +104,14 @@ impl Api {
             jobs: None,
             fleet: None,
             kinds: Kinds::default(),
+            queues: [DEFAULT_QUEUE.to_owned()].into(),
             ending: CancellationToken::new(),
             limits: Limits::default(),
             access: None,
             signs_in: false,
             hosts: Vec::new(),
             tls: None,
+            numbers: None,
         }
     }
 
@@ -158,6 +163,13 @@ impl Api {
         self
     }
 
+    /// The same, and these queues are there, even if they had no job yet.
+    #[must_use]
+    pub fn queues(mut self, names: impl IntoIterator<Item = String>) -> Self {
+        self.queues.extend(names);
+        self
+    }
+
     /// The same, and no longer ready once `ending` is cancelled, although it still serves.
     #[must_use]
     pub fn ending(mut self, ending: CancellationToken) -> Self {
@@ -187,6 +199,17 @@ impl Api {
         self
     }
 
+    /// The same, and the numbers of `/metrics` are told this often, and once more at the end.
+    #[must_use]
+    pub fn numbers(
+        mut self,
+        every: Duration,
+        tell: impl Fn(Vec<Family>) + Send + Sync + 'static,
+    ) -> Self {
+        self.numbers = Some((every, Arc::new(tell)));
+        self
+    }
+
     /// The same with other limits.
     #[must_use]
     pub fn limits(mut self, limits: Limits) -> Self {
@@ -205,6 +228,7 @@ pub(crate) struct Context {
     pub(crate) live: Arc<Live>,
     pub(crate) fleet: Option<Fleet>,
     pub(crate) kinds: Arc<Kinds>,
+    pub(crate) queues: Arc<BTreeSet<String>>,
     pub(crate) ending: CancellationToken,
     pub(crate) limits: Arc<Limits>,
     pub(crate) stop: CancellationToken,
@@ -439,6 +463,7 @@ impl Context {
             live: Arc::default(),
             fleet: None,
             kinds: Arc::default(),
+            queues: Arc::default(),
             ending: CancellationToken::new(),
             limits: Arc::default(),
             stop: CancellationToken::new(),

@@ -4,11 +4,10 @@
 use std::sync::Arc;
 
 use axum::extract::{FromRequestParts, Path, State};
-use axum::http::StatusCode;
 use axum::http::request::Parts;
+use axum::http::{HeaderMap, StatusCode};
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
-use vedetta_core::JobState;
-use vedetta_core::queue;
+use vedetta_core::{JobState, Trace, queue};
 use vedetta_jobs::wire::{
     Added, Changed, Deleted, Keep, Kept, Listed, MOST_AT_ONCE, OneOrMany, Retried, Settle,
     Settlement, Verdict, Which,
@@ -88,14 +87,21 @@ fn bounded<T>(items: Vec<T>) -> Result<Vec<T>, ApiError> {
 
 pub(crate) async fn add(
     State(context): State<Context>,
+    headers: HeaderMap,
     JsonBody(body): JsonBody<OneOrMany<Asked>>,
 ) -> Result<(StatusCode, Json<OneOrMany<Added>>), ApiError> {
     let ledger = ledger(&context)?;
+    // One that cannot be read is as good as none.
+    let caller = headers.get("traceparent").and_then(|value| value.to_str().ok()?.parse().ok());
+    let complete = |asked: Asked| {
+        let trace: Option<Trace> = asked.trace.or(caller);
+        context.kinds.complete(Asked { trace, ..asked })
+    };
     let (jobs, alone) = match body {
-        OneOrMany::One(asked) => (vec![context.kinds.complete(asked)?], true),
+        OneOrMany::One(asked) => (vec![complete(asked)?], true),
         OneOrMany::Many(asked) => {
             let each = bounded(asked)?.into_iter().enumerate().map(|(place, asked)| {
-                let job = context.kinds.complete(asked);
+                let job = complete(asked);
                 job.map_err(|wrong| ApiError::invalid(wire::number(place + 1, &wrong)))
             });
             (each.collect::<Result<_, _>>()?, false)

@@ -11,7 +11,7 @@ use vedetta_core::JobState;
 use vedetta_fleet::Fleet;
 use vedetta_fleet::wire::WorkerInfo;
 use vedetta_jobs::wire::QueueInfo;
-use vedetta_jobs::{Job, JobId, JobsError, Ledger as _, QueueCounts, status};
+use vedetta_jobs::{Job, JobId, JobsError, Ledger as _, QueueCounts, stamp, status};
 use vedetta_kv::Store;
 
 use crate::api::Context;
@@ -159,7 +159,7 @@ pub(crate) struct Overview {
     pub(crate) watchers: usize,
     pub(crate) size: u64,
     pub(crate) jobs: JobsNow,
-    #[serde(with = "humantime_serde")]
+    #[serde(with = "stamp")]
     pub(crate) now: SystemTime,
 }
 
@@ -274,15 +274,15 @@ pub(crate) struct JobRow {
     pub(crate) error: Option<String>,
     pub(crate) worker: Option<String>,
     pub(crate) tags: Vec<String>,
-    #[serde(with = "humantime_serde")]
+    #[serde(with = "stamp")]
     pub(crate) queued_at: SystemTime,
-    #[serde(with = "humantime_serde")]
+    #[serde(with = "stamp")]
     pub(crate) run_at: SystemTime,
-    #[serde(with = "humantime_serde")]
+    #[serde(with = "stamp::maybe")]
     pub(crate) started_at: Option<SystemTime>,
-    #[serde(with = "humantime_serde")]
+    #[serde(with = "stamp::maybe")]
     pub(crate) ended_at: Option<SystemTime>,
-    #[serde(with = "humantime_serde")]
+    #[serde(with = "stamp")]
     pub(crate) updated_at: SystemTime,
 }
 

@@ -1,10 +1,11 @@
-//! `GET /metrics`: numbers for Prometheus, as text.
+//! `GET /metrics`: numbers for Prometheus, as text; the same are told to a sink, if there is one.
 //!
 //! Names of queues are labels: of the first 100 in their order, and what is beyond together as `other`. Nothing
 //! else that people can name without bound is one.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::{MatchedPath, Request, State};
@@ -12,6 +13,8 @@ use axum::http::header;
 use axum::middleware::Next;
 use axum::response::{IntoResponse as _, Response};
 use parking_lot::Mutex;
+use vedetta_core::measure::FamilyKind::{self, Counter, Gauge, Histogram};
+use vedetta_core::measure::{Family, Sample, Value};
 use vedetta_jobs::Ledger as _;
 use vedetta_jobs::wire::QueueInfo;
 
@@ -22,6 +25,9 @@ use crate::stats::{Durations, OTHER};
 
 /// Queues that are told apart.
 const QUEUES: usize = 100;
+
+/// Numbers that take longer to find are not told.
+const LONGEST: Duration = Duration::from_secs(2);
 
 /// Requests that were answered, by route and class of status.
 #[derive(Debug, Default)]
@@ -50,50 +56,94 @@ fn method(name: &str) -> &str {
     }
 }
 
-/// What Prometheus reads.
-struct Text(String);
+/// All numbers there are.
+#[derive(Default)]
+struct Numbers(Vec<Family>);
 
-impl Text {
-    fn family(&mut self, name: &str, kind: &str, help: &str) {
-        let _ = writeln!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}");
+impl Numbers {
+    /// Those that are added next are of this kind.
+    fn family(&mut self, name: &'static str, kind: FamilyKind, help: &'static str) {
+        self.0.push(Family::new(name, kind, help));
     }
 
-    fn line(&mut self, name: &str, labels: &[(&str, &str)], value: impl std::fmt::Display) {
-        self.0.push_str(name);
-        for (place, (label, text)) in labels.iter().enumerate() {
-            self.0.push(if place == 0 { '{' } else { ',' });
-            let _ = write!(self.0, "{label}=\"{}\"", escaped(text));
+    fn add(&mut self, labels: &[(&'static str, &str)], value: impl Into<Value>) {
+        if let Some(family) = self.0.last_mut() {
+            family.add(labels, value);
         }
-        if !labels.is_empty() {
-            self.0.push('}');
-        }
-        let _ = writeln!(self.0, " {value}");
     }
 
     /// A number without labels.
-    fn one(&mut self, name: &str, kind: &str, help: &str, value: impl std::fmt::Display) {
+    fn one(
+        &mut self,
+        name: &'static str,
+        kind: FamilyKind,
+        help: &'static str,
+        value: impl Into<Value>,
+    ) {
         self.family(name, kind, help);
-        self.line(name, &[], value);
+        self.add(&[], value);
     }
+}
 
-    fn durations(&mut self, name: &str, queue: &str, durations: &Durations) {
-        let (buckets, mut all) = (format!("{name}_bucket"), 0);
-        for (bound, count) in durations.cumulative() {
-            let bound = bound.map_or("+Inf".to_owned(), |ms| seconds(Duration::from_millis(ms)));
-            self.line(&buckets, &[("queue", queue), ("le", &bound)], count);
-            all = count;
+/// Families as Prometheus reads them.
+fn text(families: &[Family]) -> String {
+    let mut text = String::new();
+    for Family { name, kind, help, samples } in families {
+        let kind = match kind {
+            Gauge => "gauge",
+            Counter => "counter",
+            Histogram => "histogram",
+        };
+        let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
+        for Sample { labels, value } in samples {
+            match value {
+                Value::Whole(number) => line(&mut text, name, labels, number),
+                Value::Real(number) => line(&mut text, name, labels, number),
+                Value::Sizes { bounds, counts, sum } => {
+                    let (buckets, mut labels) = (format!("{name}_bucket"), labels.clone());
+                    let bounds = bounds.iter().map(f64::to_string).chain(["+Inf".to_owned()]);
+                    for (bound, count) in bounds.zip(counts) {
+                        labels.push(("le", bound));
+                        line(&mut text, &buckets, &labels, count);
+                        labels.pop();
+                    }
+                    line(&mut text, &format!("{name}_sum"), &labels, sum);
+                    let all = counts.last().unwrap_or(&0);
+                    line(&mut text, &format!("{name}_count"), &labels, all);
+                }
+            }
         }
-        self.line(&format!("{name}_sum"), &[("queue", queue)], seconds(durations.sum));
-        self.line(&format!("{name}_count"), &[("queue", queue)], all);
     }
+    text
+}
+
+fn line(text: &mut String, name: &str, labels: &[(&str, String)], value: impl std::fmt::Display) {
+    text.push_str(name);
+    for (place, (label, value)) in labels.iter().enumerate() {
+        text.push(if place == 0 { '{' } else { ',' });
+        let _ = write!(text, "{label}=\"{}\"", escaped(value));
+    }
+    if !labels.is_empty() {
+        text.push('}');
+    }
+    let _ = writeln!(text, " {value}");
+}
+
+fn sizes(durations: &Durations) -> Value {
+    let (mut bounds, mut counts) = (Vec::new(), Vec::new());
+    for (bound, count) in durations.cumulative() {
+        bounds.extend(bound.map(|ms| seconds(Duration::from_millis(ms))));
+        counts.push(count);
+    }
+    Value::Sizes { bounds, counts, sum: seconds(durations.sum) }
 }
 
 fn escaped(text: &str) -> String {
     text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
-fn seconds(time: Duration) -> String {
-    time.as_secs_f64().to_string()
+fn seconds(time: Duration) -> f64 {
+    time.as_secs_f64()
 }
 
 pub(crate) async fn metrics(
@@ -101,16 +151,41 @@ pub(crate) async fn metrics(
     query: Query,
 ) -> Result<Response, ApiError> {
     query.end()?;
-    let mut text = Text(String::new());
-    text.family("vedetta_build_info", "gauge", "The version that runs.");
-    text.line("vedetta_build_info", &[("version", env!("CARGO_PKG_VERSION"))], 1);
-    jobs(&context, &mut text).await;
-    store(&context, &mut text);
-    watchers(&context, &mut text);
-    process(&mut text);
-    requests(&context, &mut text);
     let kind = "text/plain; version=0.0.4; charset=utf-8";
-    Ok(([(header::CONTENT_TYPE, kind)], text.0).into_response())
+    Ok(([(header::CONTENT_TYPE, kind)], text(&families(&context).await)).into_response())
+}
+
+/// All numbers, as they are now.
+async fn families(context: &Context) -> Vec<Family> {
+    let mut all = Numbers::default();
+    all.family("vedetta_build_info", Gauge, "The version that runs.");
+    all.add(&[("version", env!("CARGO_PKG_VERSION"))], 1_u64);
+    jobs(context, &mut all).await;
+    store(context, &mut all);
+    watchers(context, &mut all);
+    process(&mut all);
+    requests(context, &mut all);
+    all.0
+}
+
+/// Who gets the numbers, beside those who ask for them.
+pub(crate) type Sink = Arc<dyn Fn(Vec<Family>) + Send + Sync>;
+
+/// Tells the numbers again and again, and once more at the end.
+pub(crate) async fn tell(context: Context, every: Duration, sink: Sink) {
+    loop {
+        let is_last = tokio::select! {
+            () = tokio::time::sleep(every) => false,
+            () = context.stop.cancelled() => true,
+        };
+        // A database that is away does not hold up the end.
+        if let Ok(families) = tokio::time::timeout(LONGEST, families(&context)).await {
+            sink(families);
+        }
+        if is_last {
+            return;
+        }
+    }
 }
 
 /// The first queues as they are, the rest as one.
@@ -142,14 +217,14 @@ fn bounded(mut queues: Vec<QueueInfo>) -> Vec<QueueInfo> {
 /// A number of a queue.
 type Of = fn(&QueueInfo) -> u64;
 
-async fn jobs(context: &Context, text: &mut Text) {
+async fn jobs(context: &Context, all: &mut Numbers) {
     let Some(observed) = &context.live.observed else { return };
     let answered = observed.queues().await;
-    text.one(
+    all.one(
         "vedetta_jobs_up",
-        "gauge",
+        Gauge,
         "Whether the database of the jobs answered.",
-        u8::from(answered.is_ok()),
+        u64::from(answered.is_ok()),
     );
     let queues = answered.unwrap_or_default().into_iter().map(|counts| context.live.queue(counts));
     let queues = bounded(queues.collect());
@@ -161,19 +236,19 @@ async fn jobs(context: &Context, text: &mut Text) {
         ("dead", |queue| queue.dead),
         ("cancelled", |queue| queue.cancelled),
     ];
-    text.family("vedetta_jobs", "gauge", "Jobs that are kept, by queue and state.");
+    all.family("vedetta_jobs", Gauge, "Jobs that are kept, by queue and state.");
     for queue in &queues {
         for (state, of) in states {
-            text.line("vedetta_jobs", &[("queue", &queue.name), ("state", state)], of(queue));
+            all.add(&[("queue", &queue.name), ("state", state)], of(queue));
         }
     }
     let name = "vedetta_queue_oldest_ready_seconds";
-    text.family(name, "gauge", "How long the job that waits the longest has been due.");
+    all.family(name, Gauge, "How long the job that waits the longest has been due.");
     for queue in &queues {
         let oldest = Duration::from_millis(queue.oldest_ms.unwrap_or(0));
-        text.line(name, &[("queue", &queue.name)], seconds(oldest));
+        all.add(&[("queue", &queue.name)], seconds(oldest));
     }
-    let gauges: [(&str, &str, Of); 2] = [
+    let gauges: [(&'static str, &'static str, Of); 2] = [
         ("vedetta_queue_slots_in_use", "Slots of the jobs that run.", |queue| queue.slots),
         (
             "vedetta_queue_capacity_slots",
@@ -182,44 +257,48 @@ async fn jobs(context: &Context, text: &mut Text) {
         ),
     ];
     for (name, help, of) in gauges {
-        text.family(name, "gauge", help);
+        all.family(name, Gauge, help);
         for queue in &queues {
-            text.line(name, &[("queue", &queue.name)], of(queue));
+            all.add(&[("queue", &queue.name)], of(queue));
         }
     }
+    if let Some(spans) = observed.spans() {
+        let help = "Spans that were given up because nobody took them in time.";
+        all.one("vedetta_telemetry_dropped_spans_total", Counter, help, spans.dropped());
+    }
     let totals = observed.totals();
-    text.family("vedetta_jobs_done_total", "counter", "Jobs that were done since the start.");
+    all.family("vedetta_jobs_done_total", Counter, "Jobs that were done since the start.");
     for (queue, totals) in &totals {
-        text.line("vedetta_jobs_done_total", &[("queue", queue)], totals.done);
+        all.add(&[("queue", queue)], totals.done);
     }
-    text.family("vedetta_jobs_failed_total", "counter", "Attempts that failed since the start.");
+    all.family("vedetta_jobs_failed_total", Counter, "Attempts that failed since the start.");
     for (queue, totals) in &totals {
-        text.line("vedetta_jobs_failed_total", &[("queue", queue)], totals.failed);
+        all.add(&[("queue", queue)], totals.failed);
     }
-    text.family("vedetta_job_run_seconds", "histogram", "How long attempts took.");
+    all.family("vedetta_job_run_seconds", Histogram, "How long attempts took.");
     for (queue, totals) in &totals {
-        text.durations("vedetta_job_run_seconds", queue, &totals.ran);
+        all.add(&[("queue", queue)], sizes(&totals.ran));
     }
     let help = "How long jobs that were due waited, of up to 20 a second.";
-    text.family("vedetta_job_wait_seconds", "histogram", help);
+    all.family("vedetta_job_wait_seconds", Histogram, help);
     for (queue, totals) in &totals {
-        text.durations("vedetta_job_wait_seconds", queue, &totals.waited);
+        all.add(&[("queue", queue)], sizes(&totals.waited));
     }
 }
 
-fn store(context: &Context, text: &mut Text) {
+fn store(context: &Context, all: &mut Numbers) {
     let status = context.store.status();
-    text.one("vedetta_store_revision", "gauge", "The newest revision.", status.revision.0);
+    all.one("vedetta_store_revision", Gauge, "The newest revision.", status.revision.0);
     let help = "The oldest revision that can be read.";
-    text.one("vedetta_store_oldest_revision", "gauge", help, status.compacted.0);
-    text.one("vedetta_store_keys", "gauge", "Keys that exist.", status.existing);
-    text.one("vedetta_store_leases", "gauge", "Leases that live.", status.leases);
-    text.one("vedetta_store_watches", "gauge", "Watches that are open.", status.watchers);
-    text.one("vedetta_store_bytes", "gauge", "Bytes in use in the file.", status.size);
+    all.one("vedetta_store_oldest_revision", Gauge, help, status.compacted.0);
+    all.one("vedetta_store_keys", Gauge, "Keys that exist.", status.existing);
+    all.one("vedetta_store_leases", Gauge, "Leases that live.", status.leases);
+    all.one("vedetta_store_watches", Gauge, "Watches that are open.", status.watchers);
+    all.one("vedetta_store_bytes", Gauge, "Bytes in use in the file.", status.size);
 }
 
 /// They are declared, so there are as many as there are.
-fn watchers(context: &Context, text: &mut Text) {
+fn watchers(context: &Context, all: &mut Numbers) {
     let rows: Vec<_> = context
         .watchers
         .iter()
@@ -233,13 +312,13 @@ fn watchers(context: &Context, text: &mut Text) {
         return;
     }
     let name = "vedetta_watcher_behind_revisions";
-    text.family(name, "gauge", "Revisions of this store that a watcher has not seen.");
+    all.family(name, Gauge, "Revisions of this store that a watcher has not seen.");
     for (watcher, behind, _) in &rows {
         if let Some(behind) = behind {
-            text.line(name, &[("watcher", watcher)], behind);
+            all.add(&[("watcher", watcher)], *behind);
         }
     }
-    text.family("vedetta_watcher_ids", "gauge", "Ids of a watcher, by what they are at.");
+    all.family("vedetta_watcher_ids", Gauge, "Ids of a watcher, by what they are at.");
     for (watcher, _, status) in &rows {
         let states = [
             ("all", status.ids),
@@ -248,25 +327,25 @@ fn watchers(context: &Context, text: &mut Text) {
             ("failing", status.failing),
         ];
         for (state, count) in states {
-            text.line("vedetta_watcher_ids", &[("watcher", watcher), ("state", state)], count);
+            all.add(&[("watcher", watcher), ("state", state)], count);
         }
     }
-    text.family("vedetta_watcher_runs_total", "counter", "Runs of a watcher since its start.");
+    all.family("vedetta_watcher_runs_total", Counter, "Runs of a watcher since its start.");
     for (watcher, _, status) in &rows {
         for (outcome, count) in [("done", status.done), ("failed", status.failed)] {
             let labels = [("watcher", watcher.as_str()), ("outcome", outcome)];
-            text.line("vedetta_watcher_runs_total", &labels, count);
+            all.add(&labels, count);
         }
     }
     let name = "vedetta_watcher_lost_total";
-    text.family(name, "counter", "Times a watcher lost its source.");
+    all.family(name, Counter, "Times a watcher lost its source.");
     for (watcher, _, status) in &rows {
-        text.line(name, &[("watcher", watcher)], status.lost);
+        all.add(&[("watcher", watcher)], status.lost);
     }
 }
 
 /// As far as the system tells: on Linux.
-fn process(text: &mut Text) {
+fn process(all: &mut Numbers) {
     /// The unit of times in `/proc`, and of pages, on all that this runs on.
     const TICKS: u32 = 100;
     const PAGE: u64 = 4096;
@@ -280,23 +359,23 @@ fn process(text: &mut Text) {
     if let (Some(user), Some(system)) = (number(11), number(12)) {
         let cpu = Duration::from_secs(user + system) / TICKS;
         let help = "Processor time that was used.";
-        text.one("process_cpu_seconds_total", "counter", help, seconds(cpu));
+        all.one("process_cpu_seconds_total", Counter, help, seconds(cpu));
     }
     if let Some(pages) = number(21) {
-        text.one("process_resident_memory_bytes", "gauge", "Memory in use.", pages * PAGE);
+        all.one("process_resident_memory_bytes", Gauge, "Memory in use.", pages * PAGE);
     }
     if let Ok(files) = std::fs::read_dir("/proc/self/fd") {
-        text.one("process_open_fds", "gauge", "Open files.", files.count());
+        all.one("process_open_fds", Gauge, "Open files.", files.count());
     }
 }
 
-fn requests(context: &Context, text: &mut Text) {
+fn requests(context: &Context, all: &mut Numbers) {
     let name = "vedetta_http_requests_total";
-    text.family(name, "counter", "Requests that were answered, by route and class of status.");
+    all.family(name, Counter, "Requests that were answered, by route and class of status.");
     for ((route, class), count) in &*context.live.requests.0.lock() {
         let (method, route) = route.split_once(' ').unwrap_or(("", route));
         let status = format!("{class}xx");
-        text.line(name, &[("method", method), ("route", route), ("status", &status)], count);
+        all.add(&[("method", method), ("route", route), ("status", &status)], *count);
     }
 }
 
@@ -306,9 +385,11 @@ mod tests {
 
     #[test]
     fn labels_are_escaped() {
-        let mut text = Text(String::new());
-        text.line("a", &[("x", "q\"u\\o\nte"), ("y", "")], 1);
-        assert_eq!(text.0, "a{x=\"q\\\"u\\\\o\\nte\",y=\"\"} 1\n");
+        let mut all = Numbers::default();
+        all.family("a", Gauge, "It.");
+        all.add(&[("x", "q\"u\\o\nte"), ("y", "")], 1_u64);
+        let line = "a{x=\"q\\\"u\\\\o\\nte\",y=\"\"} 1\n";
+        assert_eq!(text(&all.0), format!("# HELP a It.\n# TYPE a gauge\n{line}"));
     }
 
     #[test]

@@ -10,16 +10,17 @@
 //! What other processes do with the same database does not pass here; who listens looks there, too.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime};
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
+use vedetta_core::Spans;
 use vedetta_core::queue::{Kept, Settled, Woken};
 use vedetta_jobs::{
-    Change, Claim, Ear, Enqueued, Fate, Filter, Given, Job, JobId, Jobs, JobsError, Ledger, Mode,
-    NewJob, Note, Page, QueueCounts, Taken, Wanted,
+    Asking, Change, Claim, Ear, Enqueued, Fate, Filter, Given, Job, JobId, Jobs, JobsError, Ledger,
+    Mode, NewJob, Note, Page, QueueCounts, Taken, Wanted,
 };
 
 use crate::stats::{Depth, Ended, Read, Span, Stats, Totals};
@@ -46,6 +47,7 @@ pub struct Observed {
     /// Rung when something was touched while somebody listens.
     pub(crate) bell: Notify,
     started: (Instant, u64),
+    spans: OnceLock<Arc<dyn Spans>>,
 }
 
 #[derive(Default)]
@@ -105,7 +107,18 @@ impl Observed {
     fn with(ledger: Arc<dyn Ledger>, alone: bool) -> Arc<Self> {
         let epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let started = (Instant::now(), u64::try_from(epoch.as_millis()).unwrap_or(0));
-        Arc::new(Self { ledger, alone, book: Mutex::default(), bell: Notify::new(), started })
+        let (book, bell, spans) = (Mutex::default(), Notify::new(), OnceLock::new());
+        Arc::new(Self { ledger, alone, book, bell, started, spans })
+    }
+
+    /// From now on it is told that jobs were asked for, as spans of their traces.
+    pub fn tell(&self, spans: Arc<dyn Spans>) {
+        // Whoever was first stays.
+        let _ = self.spans.set(spans);
+    }
+
+    pub(crate) fn spans(&self) -> Option<&dyn Spans> {
+        self.spans.get().map(|spans| &**spans)
     }
 
     /// Seconds since 1970, by a clock that does not jump.
@@ -273,7 +286,18 @@ impl Observed {
 #[async_trait]
 impl Jobs for Observed {
     async fn enqueue(&self, jobs: &[NewJob]) -> Result<Vec<Enqueued>, JobsError> {
-        let enqueued = self.ledger.enqueue(jobs).await?;
+        let enqueued = match self.spans() {
+            None => self.ledger.enqueue(jobs).await?,
+            Some(spans) => {
+                let mut jobs = jobs.to_owned();
+                let asking: Vec<_> = jobs.iter_mut().map(|job| Asking::begin(job, spans)).collect();
+                let enqueued = self.ledger.enqueue(&jobs).await?;
+                for ((asking, job), enqueued) in asking.into_iter().zip(&jobs).zip(&enqueued) {
+                    asking.end(job, *enqueued, spans);
+                }
+                enqueued
+            }
+        };
         self.touch(enqueued.iter().map(|enqueued| enqueued.id));
         Ok(enqueued)
     }
@@ -383,7 +407,18 @@ impl Ledger for Observed {
         at: SystemTime,
         job: &NewJob,
     ) -> Result<Option<Enqueued>, JobsError> {
-        let ticked = self.ledger.tick(name, at, job).await?;
+        let ticked = match self.spans() {
+            None => self.ledger.tick(name, at, job).await?,
+            Some(spans) => {
+                let mut job = job.clone();
+                let asking = Asking::begin(&mut job, spans);
+                let ticked = self.ledger.tick(name, at, &job).await?;
+                if let Some(enqueued) = ticked {
+                    asking.end(&job, enqueued, spans);
+                }
+                ticked
+            }
+        };
         self.touch(ticked.iter().map(|enqueued| enqueued.id));
         Ok(ticked)
     }

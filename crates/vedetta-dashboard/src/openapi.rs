@@ -223,21 +223,21 @@ const OPERATIONS: &[Operation] = &[
         "Has a queue hand nothing out; what runs goes on",
         None,
         "QueueMode",
-        &["422", "503"],
+        &["404", "422", "503"],
     ),
     tells(
         "/api/v1/queues/{queue}/resume",
         "Has a queue take and give again",
         None,
         "QueueMode",
-        &["422", "503"],
+        &["404", "422", "503"],
     ),
     tells(
         "/api/v1/queues/{queue}/drain",
         "Has a queue take nothing on; what waits is worked off",
         None,
         "QueueMode",
-        &["422", "503"],
+        &["404", "422", "503"],
     ),
     tells(
         "/api/v1/queues/{queue}/take",
@@ -527,7 +527,8 @@ fn text() -> Value {
 }
 
 fn time() -> Value {
-    json!({ "type": "string", "format": "date-time" })
+    let millis = r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}\.\d{3}Z$";
+    json!({ "type": "string", "format": "date-time", "pattern": millis })
 }
 
 fn base64() -> Value {
@@ -727,6 +728,12 @@ fn stages() -> Schemas {
 }
 
 /// Jobs as those who ask for them see them.
+/// A place in a trace.
+fn traceparent() -> Value {
+    let text = json!({ "type": "string", "pattern": "^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}" });
+    said(text, "the place in a trace that its attempts are below of, as W3C writes it")
+}
+
 fn jobs() -> Schemas {
     let (any, words_of) = (json!({}), |all: &[&str]| words(all));
     let duration = || said(text(), "for example 1h 30m");
@@ -746,6 +753,7 @@ fn jobs() -> Schemas {
                 ("timeout?", or_null(&duration())),
                 ("unique_key?", text_or_null.clone()),
                 ("tags?", list(&text())),
+                ("traceparent?", or_null(&traceparent())),
             ]),
         ),
         ("NewJobs", json!({ "anyOf": [one("NewJob"), list(&one("NewJob"))] })),
@@ -793,6 +801,7 @@ fn jobs() -> Schemas {
                 ("started_at", or_null(&time())),
                 ("ended_at", or_null(&time())),
                 ("updated_at", time()),
+                ("traceparent?", traceparent()),
             ]),
         ),
         ("Jobs", answer(&[("jobs", list(&one("Job"))), ("cursor?", text())])),
@@ -869,6 +878,8 @@ fn work() -> Schemas {
                 ("max_attempts", whole()),
                 ("timeout_ms?", whole()),
                 ("tags", list(&text())),
+                ("traceparent?", traceparent()),
+                ("waited_ms?", said(whole(), "how long it had been due")),
             ]),
         ),
         (

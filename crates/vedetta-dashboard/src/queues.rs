@@ -69,8 +69,20 @@ pub(crate) async fn drain(context: State<Context>, queue: QueuePath) -> Answer {
 type Answer = Result<Json<QueueMode>, ApiError>;
 
 async fn set(State(context): State<Context>, QueuePath(name): QueuePath, mode: Mode) -> Answer {
-    ledger(&context)?.set_mode(&name, mode).await?;
+    set_mode(&context, &name, mode).await?;
     Ok(Json(QueueMode { name, mode }))
+}
+
+/// A name that nobody has heard of is mistyped, more often than meant for later.
+pub(crate) async fn set_mode(context: &Context, name: &str, mode: Mode) -> Result<(), ApiError> {
+    let ledger = ledger(context)?;
+    let is_known = context.queues.contains(name)
+        || ledger.queues().await?.iter().any(|counts| counts.name == name);
+    if !is_known {
+        return Err(ApiError::not_found(format!("there is no queue {name:?}"))
+            .hint("there is one once it is declared, or had a job"));
+    }
+    Ok(ledger.set_mode(name, mode).await?)
 }
 
 /// What a worker asks for, checked.

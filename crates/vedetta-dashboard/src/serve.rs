@@ -23,6 +23,7 @@ use crate::api::{Api, Context, Limits, router};
 use crate::audit;
 use crate::hub;
 use crate::live::Live;
+use crate::metrics;
 
 /// Serves until `stop`; then accepts nothing new, ends watches, finishes the requests that run, and
 /// returns. A client that does not take its answer holds this up for a second. Dropped, it lets go of all connections at once.
@@ -47,6 +48,7 @@ pub async fn serve(listener: TcpListener, api: Api, stop: CancellationToken) {
         live: Arc::new(Live { observed: api.jobs, fleet: api.fleet.clone(), ..Live::default() }),
         fleet: api.fleet,
         kinds: Arc::new(api.kinds),
+        queues: Arc::new(api.queues),
         ending: api.ending,
         limits: Arc::clone(&limits),
         stop: stop.clone(),
@@ -55,6 +57,7 @@ pub async fn serve(listener: TcpListener, api: Api, stop: CancellationToken) {
     // Ends with this, also when it is dropped.
     let mut watching = JoinSet::new();
     watching.spawn(hub::run(context.clone(), stop.clone()));
+    let numbers = api.numbers.map(|(every, sink)| metrics::tell(context.clone(), every, sink));
     let server = Arc::new(Server {
         router: TowerToHyperService::new(router(context)),
         tls: api.tls.map(|tls| tls.speaking(&[tls::HTTP1]).into()),
@@ -67,7 +70,12 @@ pub async fn serve(listener: TcpListener, api: Api, stop: CancellationToken) {
         accept(listener, limits.connections, stop.clone(), talk).await;
         ended.cancel();
     };
-    tokio::join!(serving, audit::write(api.access, entries, ended.clone()));
+    let numbers = async {
+        if let Some(numbers) = numbers {
+            numbers.await;
+        }
+    };
+    tokio::join!(serving, audit::write(api.access, entries, ended.clone()), numbers);
 }
 
 /// What every connection needs.

@@ -1,17 +1,84 @@
 use std::time::{Duration, Instant, SystemTime};
 
+use rusqlite::{Connection, OptionalExtension as _};
+
 /// The time that is stored: the wall clock of the start plus what went by since, in milliseconds since 1970.
-/// A clock that is set meanwhile neither ends a lease nor brings work forward.
+/// A clock that is set meanwhile neither ends a lease nor brings work forward. Nor does one that is set back between
+/// two runs of the program hold work up, or bring a command back to life: the clock of a file goes on where it
+/// stood, until the machine is restarted.
 #[derive(Debug, Clone, Copy)]
 pub struct Clock {
     wall: i64,
     started: Instant,
 }
 
+/// What the machine tells beside the wall clock.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Machine {
+    /// Differs after each start of it.
+    boot: String,
+    /// Milliseconds since then.
+    up: i64,
+}
+
+/// How exactly it tells how long it is up.
+const GRAIN: i64 = 10;
+/// A wall clock that is ahead by less is being brought into line, and was not set.
+const AHEAD: i64 = 1_000;
+
+impl Machine {
+    /// Linux tells.
+    fn ask() -> Option<Self> {
+        let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+        let up = std::fs::read_to_string("/proc/uptime").ok()?;
+        let (seconds, hundredths) = up.split_whitespace().next()?.split_once('.')?;
+        let up = seconds.parse::<i64>().ok()? * 1000 + hundredths.parse::<i64>().ok()? * GRAIN;
+        Some(Self { boot: boot.trim().to_owned(), up })
+    }
+}
+
+/// With what to begin, and whether that is to be remembered: both from the wall clock, and from when the machine
+/// was up for how long at which time.
+fn begin(wall: i64, machine: &Machine, last: Option<&(Machine, i64)>) -> (i64, bool) {
+    let went_on = last.filter(|(then, _)| then.boot == machine.boot && then.up <= machine.up);
+    match went_on.map(|(then, at)| at.saturating_add(machine.up - then.up)) {
+        None => (wall, true),
+        Some(now) if wall > now.saturating_add(AHEAD) => (wall, true),
+        Some(now) => (wall.max(now.saturating_add(GRAIN)), false),
+    }
+}
+
 impl Clock {
     /// From now on.
     pub fn start() -> Self {
         Self { wall: Self::at(SystemTime::now()), started: Instant::now() }
+    }
+
+    /// That of a file.
+    pub(crate) fn of(file: &Connection) -> rusqlite::Result<Self> {
+        let mut clock = Self::start();
+        let Some(machine) = Machine::ask() else { return Ok(clock) };
+        let sql = "SELECT boot, up, wall FROM vedetta_clock";
+        let last = file.query_row(sql, [], |row| {
+            Ok((Machine { boot: row.get(0)?, up: row.get(1)? }, row.get(2)?))
+        });
+        let (wall, is_new) = begin(clock.wall, &machine, last.optional()?.as_ref());
+        if is_new {
+            let tx = file.unchecked_transaction()?;
+            tx.execute("DELETE FROM vedetta_clock", [])?;
+            let row = (&machine.boot, machine.up, wall);
+            tx.execute("INSERT INTO vedetta_clock (boot, up, wall) VALUES (?1, ?2, ?3)", row)?;
+            tx.commit()?;
+        }
+        let behind = Duration::from_millis(wall.saturating_sub(clock.wall).unsigned_abs());
+        if wall > clock.wall.saturating_add(AHEAD) {
+            tracing::warn!(
+                ?behind,
+                "the clock was set back: times go on from where they were until the machine is restarted"
+            );
+        }
+        clock.wall = wall;
+        Ok(clock)
     }
 
     /// Now.
@@ -51,5 +118,40 @@ impl Clock {
     /// The delay of so many; none if it is over.
     pub fn delay(millis: i64) -> Duration {
         Duration::from_millis(u64::try_from(millis).unwrap_or(0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_clock_that_was_set_back_goes_on_until_the_machine_is_restarted() {
+        const HOUR: i64 = 3_600_000;
+        let at = |boot: &str, up| Machine { boot: boot.into(), up };
+        let last = Some((at("a", 1_000), 50 * HOUR));
+        for (what, wall, machine, last, expected) in [
+            ("the first time", 50 * HOUR, at("a", 1_000), &None, (50 * HOUR, true)),
+            ("nothing was set", 51 * HOUR, at("a", HOUR + 1_000), &last, (51 * HOUR + 10, false)),
+            (
+                "a little ahead",
+                51 * HOUR + 900,
+                at("a", HOUR + 1_000),
+                &last,
+                (51 * HOUR + 900, false),
+            ),
+            ("set back", 50 * HOUR, at("a", HOUR + 1_000), &last, (51 * HOUR + 10, false)),
+            ("set forward", 60 * HOUR, at("a", HOUR + 1_000), &last, (60 * HOUR, true)),
+            ("another start of the machine", 7, at("b", HOUR), &last, (7, true)),
+            ("a file from elsewhere", 7, at("a", 500), &last, (7, true)),
+        ] {
+            assert_eq!(begin(wall, &machine, last.as_ref()), expected, "{what}");
+        }
+    }
+
+    #[test]
+    fn this_machine_tells_how_long_it_is_up() {
+        let (first, second) = (Machine::ask().unwrap(), Machine::ask().unwrap());
+        assert!(first.boot == second.boot && first.up > 0 && first.up <= second.up);
     }
 }

@@ -15,6 +15,7 @@ use rusqlite::config::DbConfig;
 use rusqlite::{Connection, OpenFlags, OptionalExtension as _};
 use tokio::sync::{Semaphore, mpsc};
 
+use crate::clock::Clock;
 use crate::folder::{parent, sync_folder};
 use crate::log::{self, UNSYNCED};
 use crate::readers::{ReadError, Readers};
@@ -177,6 +178,7 @@ struct Inner {
     size: Arc<AtomicU64>,
     file: PathBuf,
     restored: bool,
+    clock: Clock,
     writer: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -198,6 +200,7 @@ impl Db {
             make_room(&options.file);
         }
         migrate(&connection, schemas).map_err(sql)?;
+        let clock = Clock::of(&connection).map_err(sql)?;
         let restored = has_table(&connection, "vedetta_backup").map_err(sql)?;
 
         let count = options.readers.max(1);
@@ -230,6 +233,7 @@ impl Db {
                 size,
                 file: options.file.clone(),
                 restored,
+                clock,
                 writer: Mutex::new(Some(thread)),
             }),
         })
@@ -331,6 +335,11 @@ impl Db {
     /// Whether this file is a backup that nobody has started on yet. See [`crate::backup()`].
     pub fn restored(&self) -> bool {
         self.inner.restored
+    }
+
+    /// The time to store in it.
+    pub fn clock(&self) -> Clock {
+        self.inner.clock
     }
 
     /// Writes what is queued, then stops the writer and lets go of the file. Later writes answer
@@ -447,7 +456,9 @@ fn migrate(connection: &Connection, schemas: &[Schema]) -> rusqlite::Result<()> 
     tx.pragma_update(None, "application_id", APPLICATION)?;
     tx.pragma_update(None, "user_version", FILE_VERSION)?;
     tx.execute_batch(
-        "CREATE TABLE IF NOT EXISTS vedetta_schema (component TEXT PRIMARY KEY, version INTEGER NOT NULL) STRICT",
+        "CREATE TABLE IF NOT EXISTS vedetta_schema (component TEXT PRIMARY KEY, version INTEGER NOT NULL) STRICT;
+         CREATE TABLE IF NOT EXISTS vedetta_clock (
+             boot TEXT NOT NULL, up INTEGER NOT NULL, wall INTEGER NOT NULL) STRICT",
     )?;
     tx.commit()?;
     for schema in schemas {

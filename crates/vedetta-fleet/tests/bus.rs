@@ -195,14 +195,24 @@ async fn a_command_is_requested_taken_and_applied<W: World>() {
     assert_eq!(state(bus, &untaken.id).await, State::Requested, "nobody had it");
 }
 
+/// Waits until the time of a command is over.
+async fn is_over(bus: &Arc<dyn Bus>, id: &CommandId) {
+    soon("its time is over", async {
+        while state(bus, id).await != State::Expired {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+}
+
 async fn a_command_whose_time_is_over_is_never_handed_out<W: World>() {
     let world = W::new().await;
     let bus = world.bus();
     let late = put(bus, Order::Stop, SHORT).await;
     let taken = put(bus, Order::Start { queue: "a".into(), count: 1 }, SHORT).await;
     let lasting = put(bus, Order::Restart, HOUR).await;
-    tokio::time::sleep(SHORT).await;
-    assert_eq!(state(bus, &late.id).await, State::Expired);
+    is_over(bus, &late.id).await;
+    is_over(bus, &taken.id).await;
     assert_eq!(orders(bus).await, [Order::Restart], "what lasts longer is there");
     for id in [&late.id, &taken.id] {
         bus.applied(std::slice::from_ref(id)).await.unwrap();
@@ -212,8 +222,7 @@ async fn a_command_whose_time_is_over_is_never_handed_out<W: World>() {
 
     let lost = put(bus, Order::Pause, SHORT).await;
     assert_eq!(orders(bus).await, [Order::Pause]);
-    tokio::time::sleep(SHORT).await;
-    assert_eq!(state(bus, &lost.id).await, State::Expired, "who took it never said a word");
+    is_over(bus, &lost.id).await; // who took it never said a word
     assert!(orders(bus).await.is_empty());
 }
 
@@ -273,8 +282,8 @@ async fn the_last_of_its_kind_stands_and_a_stop_is_not_taken_back<W: World>() {
 async fn a_stop_whose_time_is_over_holds_nothing_up<W: World>() {
     let world = W::new().await;
     let bus = world.bus();
-    put(bus, Order::Stop, SHORT).await;
-    tokio::time::sleep(SHORT).await;
+    let stop = put(bus, Order::Stop, SHORT).await;
+    is_over(bus, &stop.id).await;
     assert_eq!(put(bus, Order::Pause, HOUR).await.state, State::Requested);
     assert_eq!(orders(bus).await, [Order::Pause]);
 }
@@ -286,9 +295,8 @@ async fn commands_survive_the_end_of_everything_and_expire_all_the_same<W: World
     let taken = world.bus().put(&Target::worker("ben"), &Order::Pause, HOUR).await.unwrap();
     assert_eq!(world.bus().take(&Target::worker("ben")).await.unwrap().len(), 1);
     let world = world.reopened().await;
-    tokio::time::sleep(SHORT).await;
     let bus = world.bus();
-    assert_eq!(state(bus, &late.id).await, State::Expired);
+    is_over(bus, &late.id).await;
     assert!(bus.take(&Target::worker("ben")).await.unwrap().is_empty(), "it was handed out before");
     assert_eq!(state(bus, &taken.id).await, State::Taken);
     assert_eq!(orders(bus).await, [Order::Start { queue: "a".into(), count: 7 }]);
@@ -338,8 +346,8 @@ async fn what_no_wake_up_told_is_found_by_a_look<W: World>() {
     .await;
     assert_eq!(orders(&bus).await, [Order::Pause]);
     assert_eq!(bus.waiting(&everybody).await.unwrap(), []);
-    put(&bus, Order::Pause, SHORT).await;
-    tokio::time::sleep(SHORT).await;
+    let pause = put(&bus, Order::Pause, SHORT).await;
+    is_over(&bus, &pause.id).await;
     assert_eq!(bus.waiting(&everybody).await.unwrap(), [], "its time is over");
 }
 

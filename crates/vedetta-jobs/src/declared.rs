@@ -35,7 +35,8 @@ impl Watch for Told<'_> {
 
 impl Worker {
     /// The same with a command for a kind of jobs. It is told of the job as `VEDETTA_JOB`, `VEDETTA_KIND`,
-    /// `VEDETTA_ATTEMPT` and `VEDETTA_SLOTS`, which is how many slots it has.
+    /// `VEDETTA_ATTEMPT` and `VEDETTA_SLOTS`, which is how many slots it has; and as `TRACEPARENT` of its place in
+    /// a trace, if it has one.
     #[must_use]
     pub fn command(self, kind: impl Into<String>, command: Command) -> Self {
         self.add(
@@ -48,6 +49,10 @@ impl Worker {
                     .variable("VEDETTA_KIND", work.kind())
                     .variable("VEDETTA_ATTEMPT", work.attempt().to_string())
                     .variable("VEDETTA_SLOTS", work.cost().to_string());
+                let command = match work.trace() {
+                    Some(trace) => command.variable("TRACEPARENT", trace.to_string()),
+                    None => command,
+                };
                 Box::pin(async move {
                     match command.run_watched(work.json().as_bytes(), &Told(&work)).await {
                         Ok(result) => Ok(Outcome::Done(result)),

@@ -617,6 +617,11 @@ impl Shared {
                 max_attempts: asked.max_attempts,
                 timeout: asked.timeout,
                 tags: asked.tags,
+                trace: asked.trace,
+                // When it was put back nobody has written down.
+                waited: (letter.delivered == 1)
+                    .then(|| SystemTime::now().duration_since(letter.published).ok())
+                    .flatten(),
             });
         }
         let nothing_more = state.ready.is_empty() && state.pull.is_some();
@@ -852,6 +857,7 @@ impl Shared {
             timeout: asked.timeout,
             unique_key: None,
             tags: asked.tags.clone(),
+            trace: asked.trace,
             progress: step.progress,
             message: step.story.message.clone(),
             log: step.story.log.clone(),

@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
 use serde_json::value::{RawValue, to_raw_value};
-use vedetta_core::JobState;
+use vedetta_core::{JobState, Trace};
 
 /// The queue of jobs that name none.
 pub const DEFAULT_QUEUE: &str = "default";
@@ -132,6 +132,14 @@ pub struct NewJob {
     /// To find it by.
     #[serde(default)]
     pub tags: Vec<String>,
+    /// The place in a trace that its attempts are below of.
+    #[serde(
+        default,
+        rename = "traceparent",
+        with = "traceparent",
+        skip_serializing_if = "Option::is_none"
+    )]
+    pub trace: Option<Trace>,
 }
 
 fn default_queue() -> String {
@@ -164,7 +172,15 @@ impl NewJob {
             timeout: None,
             unique_key: None,
             tags: Vec::new(),
+            trace: None,
         }
+    }
+
+    /// The same, with its attempts below this place in a trace.
+    #[must_use]
+    pub fn trace(mut self, trace: Trace) -> Self {
+        self.trace = Some(trace);
+        self
     }
 
     /// The same in this queue.
@@ -276,6 +292,10 @@ pub struct Given {
     pub timeout: Option<Duration>,
     /// To find it by.
     pub tags: Vec<String>,
+    /// The place in a trace that its attempts are below of.
+    pub trace: Option<Trace>,
+    /// How long it had been due by now, if that is known.
+    pub waited: Option<Duration>,
 }
 
 /// What there is to tell of a job that runs.
@@ -353,6 +373,14 @@ pub struct Job {
     pub unique_key: Option<String>,
     /// To find it by.
     pub tags: Vec<String>,
+    /// The place in a trace that its attempts are below of.
+    #[serde(
+        default,
+        rename = "traceparent",
+        with = "traceparent",
+        skip_serializing_if = "Option::is_none"
+    )]
+    pub trace: Option<Trace>,
     /// How much of it is done, from 0 to 1.
     pub progress: f32,
     /// What it is at.
@@ -366,20 +394,88 @@ pub struct Job {
     /// Who works on it, or did last.
     pub worker: Option<String>,
     /// When it was asked for.
-    #[serde(with = "humantime_serde")]
+    #[serde(with = "stamp")]
     pub queued_at: SystemTime,
     /// When it may begin.
-    #[serde(with = "humantime_serde")]
+    #[serde(with = "stamp")]
     pub run_at: SystemTime,
     /// When its last attempt began.
-    #[serde(with = "humantime_serde")]
+    #[serde(with = "stamp::maybe")]
     pub started_at: Option<SystemTime>,
     /// When it was over.
-    #[serde(with = "humantime_serde")]
+    #[serde(with = "stamp::maybe")]
     pub ended_at: Option<SystemTime>,
     /// When anything of this last changed.
-    #[serde(with = "humantime_serde")]
+    #[serde(with = "stamp")]
     pub updated_at: SystemTime,
+}
+
+/// Times as they are shown: to the millisecond.
+pub mod stamp {
+    use std::time::SystemTime;
+
+    use serde::de::Error as _;
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    /// A time.
+    pub fn serialize<S: Serializer>(at: &SystemTime, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(&humantime::format_rfc3339_millis(*at))
+    }
+
+    /// The time of a text.
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<SystemTime, D::Error> {
+        humantime::parse_rfc3339_weak(&String::deserialize(from)?).map_err(D::Error::custom)
+    }
+
+    /// The same for those that may not have come yet.
+    pub mod maybe {
+        use std::time::SystemTime;
+
+        use serde::de::Error as _;
+        use serde::{Deserialize, Deserializer, Serializer};
+
+        /// A time, or nothing.
+        pub fn serialize<S: Serializer>(at: &Option<SystemTime>, to: S) -> Result<S::Ok, S::Error> {
+            match at {
+                Some(at) => super::serialize(at, to),
+                None => to.serialize_none(),
+            }
+        }
+
+        /// The time of a text, if there is one.
+        pub fn deserialize<'de, D: Deserializer<'de>>(
+            from: D,
+        ) -> Result<Option<SystemTime>, D::Error> {
+            let text = Option::<String>::deserialize(from)?;
+            text.map(|text| humantime::parse_rfc3339_weak(&text).map_err(D::Error::custom))
+                .transpose()
+        }
+    }
+}
+
+/// Places in traces as W3C writes them.
+pub(crate) mod traceparent {
+    use serde::{Deserialize, Deserializer, Serializer};
+    use vedetta_core::Trace;
+
+    #[expect(clippy::ref_option, reason = "serde wants it so")]
+    pub(crate) fn serialize<S: Serializer>(
+        trace: &Option<Trace>,
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
+        match trace {
+            Some(trace) => to.collect_str(trace),
+            None => to.serialize_none(),
+        }
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
+        from: D,
+    ) -> Result<Option<Trace>, D::Error> {
+        let Some(text) = Option::<String>::deserialize(from)? else { return Ok(None) };
+        let wrong = |why| serde::de::Error::custom(format!("{text:?} is no traceparent: {why}"));
+        text.parse().map(Some).map_err(wrong)
+    }
 }
 
 /// States as words.

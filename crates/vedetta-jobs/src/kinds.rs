@@ -7,7 +7,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use serde_json::value::RawValue;
 
-use crate::job::{JobsError, Json, NewJob, When};
+use vedetta_core::Trace;
+
+use crate::job::{JobsError, Json, NewJob, When, traceparent};
 
 /// A job as it is asked for: what is left out is its kind's to say.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -42,6 +44,14 @@ pub struct Asked {
     /// To find it by.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tags: Vec<String>,
+    /// The place in a trace that it is below of.
+    #[serde(
+        default,
+        rename = "traceparent",
+        with = "traceparent",
+        skip_serializing_if = "Option::is_none"
+    )]
+    pub trace: Option<Trace>,
 }
 
 fn is_now(when: &When) -> bool {
@@ -103,6 +113,7 @@ impl Kinds {
         job.timeout = asked.timeout.or(job.timeout);
         job.unique_key = asked.unique_key;
         job.tags = asked.tags;
+        job.trace = asked.trace;
         job.check()?;
         Ok(job)
     }

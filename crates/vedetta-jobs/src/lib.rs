@@ -24,6 +24,7 @@ mod port;
 pub mod postgres;
 pub mod remote;
 pub mod sqlite;
+mod traced;
 pub mod wire;
 mod worker;
 
@@ -31,10 +32,11 @@ pub use bells::Ear;
 pub use job::{
     Change, Claim, DEFAULT_QUEUE, Enqueued, Fate, Filter, Given, HIGHEST_PRIORITY, Job, JobId,
     JobsError, Json, LARGEST, LOG_TAIL, LONGEST_KEY, LONGEST_NAME, LONGEST_TEXT, MOST_TAGS, Mode,
-    NewJob, Note, PRIORITY_STEP, Page, QueueCounts, When, check_name, status,
+    NewJob, Note, PRIORITY_STEP, Page, QueueCounts, When, check_name, stamp, status,
 };
 pub use kinds::{Asked, Cost, Kind, Kinds};
 pub use monitor::Monitor;
 pub use periodic::{Every, Housekeeping, Periodic, Retention};
 pub use port::{Jobs, Ledger, Taken, Wanted};
+pub use traced::Asking;
 pub use worker::{BACKOFF, BoxError, JobEvent, LEASE, Outcome, Work, Worker, Working};

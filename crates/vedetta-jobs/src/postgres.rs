@@ -26,8 +26,8 @@ use parking_lot::Mutex;
 use serde_json::value::RawValue;
 use tokio::sync::mpsc;
 use tokio_util::task::AbortOnDropHandle;
-use vedetta_core::explain;
 use vedetta_core::queue::{Kept, Settled, Woken};
+use vedetta_core::{Trace, explain};
 use vedetta_db::Schema;
 use vedetta_db::postgres::tokio_postgres::{Error, Row};
 use vedetta_db::postgres::{GenericClient, Heard, Postgres, PostgresError, Transaction};
@@ -41,8 +41,10 @@ use crate::job::{
 use crate::port::{Jobs, Taken, Wanted};
 
 /// The tables of the jobs, for [`Postgres::open`].
-pub const SCHEMA: Schema =
-    Schema { component: "jobs", steps: &[include_str!("postgres/schema.sql")] };
+pub const SCHEMA: Schema = Schema {
+    component: "jobs",
+    steps: &[include_str!("postgres/schema.sql"), include_str!("postgres/functions.sql")],
+};
 
 const _: () = assert!(PRIORITY_STEP.as_secs() == 60, "the statements say so, too");
 
@@ -151,6 +153,11 @@ fn json(text: String) -> Json {
 /// Names have no commas.
 fn tags(text: Option<&str>) -> Vec<String> {
     text.map(|text| text.split(',').map(str::to_owned).collect()).unwrap_or_default()
+}
+
+/// What was stored was one.
+fn trace(text: Option<&str>) -> Option<Trace> {
+    text?.parse().ok()
 }
 
 /// Ids and tokens of claims, as arrays.
@@ -563,5 +570,7 @@ fn given(row: &Row) -> Result<Option<Given>, Error> {
         max_attempts: natural(row.try_get(6)?),
         timeout: row.try_get::<_, Option<i64>>(7)?.map(delay),
         tags: tags(row.try_get(8)?),
+        trace: trace(row.try_get(11)?),
+        waited: row.try_get::<_, Option<i64>>(12)?.map(delay),
     }))
 }

@@ -88,6 +88,9 @@ pub const SCHEMA: Schema = Schema {
         -- An id is never given twice, even if the last job is removed.
         CREATE TABLE job_last (id INTEGER NOT NULL) STRICT;
         INSERT INTO job_last VALUES (0);
+    ", "
+        -- The place in a trace that its attempts are below of.
+        ALTER TABLE job ADD COLUMN trace TEXT;
     "],
 };
 
@@ -238,7 +241,7 @@ impl SqliteJobs {
     /// The jobs of a database that was opened with [`SCHEMA`].
     pub async fn open(db: Db) -> Result<Self, JobsError> {
         let desk = Desk {
-            clock: Clock::start(),
+            clock: db.clock(),
             index: Mutex::default(),
             bells: Bells::default(),
             rings: Mutex::default(),

@@ -12,12 +12,12 @@ use std::time::Duration;
 use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
 use serde::de::{Error as _, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
-use vedetta_core::JobState;
 use vedetta_core::queue::Settled;
+use vedetta_core::{JobState, Trace};
 
 use crate::job::{
     Claim, Enqueued, Fate, Filter, Given, Job, JobId, JobsError, Json, LARGEST, LONGEST_TEXT, Mode,
-    NewJob, Note, QueueCounts, shortened, status, tail,
+    NewJob, Note, QueueCounts, shortened, status, tail, traceparent,
 };
 use crate::worker::BACKOFF;
 
@@ -315,6 +315,17 @@ pub struct GivenJob {
     pub timeout_ms: Option<u64>,
     /// To find it by.
     pub tags: Vec<String>,
+    /// The place in a trace that this attempt is below of.
+    #[serde(
+        default,
+        rename = "traceparent",
+        with = "traceparent",
+        skip_serializing_if = "Option::is_none"
+    )]
+    pub trace: Option<Trace>,
+    /// How long it had been due.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waited_ms: Option<u64>,
 }
 
 impl GivenJob {
@@ -331,6 +342,8 @@ impl GivenJob {
             max_attempts: given.max_attempts,
             timeout_ms: given.timeout.map(millis),
             tags: given.tags,
+            trace: given.trace,
+            waited_ms: given.waited.map(millis),
         }
     }
 }
@@ -346,6 +359,8 @@ impl From<GivenJob> for Given {
             max_attempts: job.max_attempts,
             timeout: job.timeout_ms.map(Duration::from_millis),
             tags: job.tags,
+            trace: job.trace,
+            waited: job.waited_ms.map(Duration::from_millis),
         }
     }
 }

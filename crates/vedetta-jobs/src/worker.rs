@@ -23,7 +23,7 @@ use tokio::sync::{Notify, broadcast};
 use tokio::time::{Instant, sleep_until, timeout};
 use vedetta_core::queue::{End, Handed, Kept, Settled, Woken};
 use vedetta_core::{
-    Backoff, Command, Failure, Handler, Queue, QueueError, RunEvent, explain, queue,
+    Backoff, Command, Failure, Handler, Queue, QueueError, RunEvent, Spans, Trace, explain, queue,
     slots::capacity_of,
 };
 use vedetta_runtime::{Hold, Limits, PullStatus, Puller, Pulling, Room};
@@ -34,6 +34,7 @@ use crate::job::{
     tail,
 };
 use crate::port::{Jobs, Wanted};
+use crate::traced::Attempt;
 
 /// What a handler may fail with.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
@@ -102,6 +103,7 @@ pub struct Worker {
     tries: u32,
     rest: Duration,
     poll: Duration,
+    spans: Option<Arc<dyn Spans>>,
     doing: HashMap<String, Doing>,
 }
 
@@ -124,6 +126,7 @@ impl Worker {
             tries: u32::MAX,
             rest: Duration::ZERO,
             poll: POLL,
+            spans: None,
             doing: HashMap::new(),
         }
     }
@@ -183,6 +186,13 @@ impl Worker {
     #[must_use]
     pub fn poll(mut self, poll: Duration) -> Self {
         self.poll = poll;
+        self
+    }
+
+    /// The same, and what becomes of jobs here is told as spans of their traces.
+    #[must_use]
+    pub fn spans(mut self, spans: Arc<dyn Spans>) -> Self {
+        self.spans = Some(spans);
         self
     }
 
@@ -384,6 +394,7 @@ pub struct Work {
     given: Arc<Given>,
     notes: Arc<Notes>,
     room: Arc<Room>,
+    attempt: Option<Arc<Attempt>>,
 }
 
 impl Work {
@@ -425,6 +436,11 @@ impl Work {
     /// To find it by.
     pub fn tags(&self) -> &[String] {
         &self.given.tags
+    }
+
+    /// The place in a trace that what it does is below of, for what it asks of others.
+    pub fn trace(&self) -> Option<Trace> {
+        self.attempt.as_ref().map(|attempt| attempt.place()).or(self.given.trace)
     }
 
     /// How much of it is done, from 0 to 1.
@@ -562,6 +578,7 @@ impl Line {
 struct Holding {
     given: Arc<Given>,
     notes: Arc<Notes>,
+    attempt: Option<Arc<Attempt>>,
 }
 
 struct Feed(Arc<Line>);
@@ -593,6 +610,10 @@ impl Queue for Feed {
         let items = taken.jobs.into_iter().map(|given| {
             let in_parts = line.doing(&given.kind).is_some_and(|doing| doing.in_parts);
             let cost = if in_parts { 0 } else { given.cost.max(1) };
+            let (queue, name) = (&line.worker.queue, &line.worker.name);
+            let spans = line.worker.spans.as_ref();
+            let attempt = spans.and_then(|spans| Attempt::new(spans, &given, queue, name));
+            let attempt = attempt.map(Arc::new);
             let given = Arc::new(given);
             if !line.worker.rest.is_zero() {
                 line.pace.lock().held.push(Arc::downgrade(&given));
@@ -603,8 +624,9 @@ impl Queue for Feed {
                 given: Arc::clone(&given),
                 notes: Arc::clone(&notes),
                 room: Arc::clone(&line.room),
+                attempt: attempt.clone(),
             };
-            Handed { claim: Holding { given, notes }, item: work, cost }
+            Handed { claim: Holding { given, notes, attempt }, item: work, cost }
         });
         Ok(queue::Taken { items: items.collect(), rest: taken.rest })
     }
@@ -649,9 +671,15 @@ impl Queue for Feed {
         }
         .into_iter();
         self.0.pace.lock().ended = Some(Instant::now());
-        let answers = fates.iter().map(|fate| match fate {
-            Some(_) => settled.next().unwrap_or(Settled::Stale),
-            None => Settled::Gone,
+        let answers = ended.iter().zip(&fates).map(|((held, _), fate)| {
+            let answer = match fate {
+                Some(_) => settled.next().unwrap_or(Settled::Stale),
+                None => Settled::Gone,
+            };
+            if let Some(attempt) = &held.attempt {
+                attempt.settled(fate.as_ref(), answer);
+            }
+            answer
         });
         Ok(answers.collect())
     }
@@ -712,21 +740,32 @@ impl Handler<Work> for Does {
     ) -> impl Future<Output = Result<Outcome, Failure>> + Send + 'static {
         let line = Arc::clone(&self.0);
         async move {
-            let _seen = Seen::new(&line.running, work.id());
-            let Some(doing) = line.doing(work.kind()).cloned() else {
-                let kind = work.kind();
-                let why = format!("this worker has no handler for jobs of the kind {kind:?}");
-                return Err(Failure::Error(why));
-            };
-            let limit = work.given.timeout.or(doing.timeout);
-            let running = (doing.run)(work);
-            match limit {
-                None => running.await,
-                Some(limit) => match timeout(limit, running).await {
-                    Ok(ended) => ended,
-                    Err(_) => Err(Failure::Timeout(limit)),
-                },
+            let mut run = work.attempt.as_ref().map(Attempt::start);
+            let ended = line.run(work).await;
+            if let Some(run) = &mut run {
+                run.end(&ended);
             }
+            ended
+        }
+    }
+}
+
+impl Line {
+    async fn run(&self, work: Work) -> Result<Outcome, Failure> {
+        let _seen = Seen::new(&self.running, work.id());
+        let Some(doing) = self.doing(work.kind()).cloned() else {
+            let kind = work.kind();
+            let why = format!("this worker has no handler for jobs of the kind {kind:?}");
+            return Err(Failure::Error(why));
+        };
+        let limit = work.given.timeout.or(doing.timeout);
+        let running = (doing.run)(work);
+        match limit {
+            None => running.await,
+            Some(limit) => match timeout(limit, running).await {
+                Ok(ended) => ended,
+                Err(_) => Err(Failure::Timeout(limit)),
+            },
         }
     }
 }

@@ -7,11 +7,12 @@ use testing::soon;
 use tokio::task::JoinSet;
 use vedetta_core::JobState;
 use vedetta_core::queue::{Kept, Settled};
+use vedetta_db::Schema;
 use vedetta_db::postgres::Postgres;
 use vedetta_jobs::postgres::{PostgresJobs, SCHEMA};
 use vedetta_jobs::{
-    Claim, DEFAULT_QUEUE, Fate, Filter, Given, Jobs as _, JobsError, Ledger as _, Mode, NewJob,
-    Note, Wanted,
+    Change, Claim, DEFAULT_QUEUE, Fate, Filter, Given, JobId, Jobs as _, JobsError, Ledger as _,
+    Mode, NewJob, Note, Wanted,
 };
 
 const HOUR: Duration = Duration::from_secs(3600);
@@ -136,4 +137,36 @@ async fn plans_that_were_made_for_no_jobs_read_no_more_than_they_must_of_many() 
     work().await;
     let rows = read().await - before;
     assert!(rows < 500, "{rows} of 5000 were read");
+}
+
+#[tokio::test]
+async fn a_database_from_before_jobs_had_traces_goes_on_as_it_was() {
+    let server = Server::start().await;
+    let url = server.database().await;
+    let before = Schema { steps: &SCHEMA.steps[..1], ..SCHEMA };
+    let db = Postgres::open(&url, &[before]).await.unwrap();
+    // As they were then: other columns come out.
+    let old = "
+        CREATE FUNCTION vedetta_job_take(
+            its_queue integer, room bigint, capacity integer, term bigint, seed bigint, who text)
+        RETURNS TABLE (id bigint, token bigint) LANGUAGE sql AS 'SELECT 1::bigint, 2::bigint';
+        CREATE FUNCTION vedetta_job_wake(its_queue integer) RETURNS void LANGUAGE sql AS '';
+        INSERT INTO vedetta_job_queue (name) VALUES ('default');
+        INSERT INTO vedetta_job (rank, wake_at, run_at, made_at, changed_at, queue, cost, max_attempts,
+                                 state, priority, kind, payload)
+        VALUES (now(), now(), now(), now(), now(), 1, 1, 5, 1, 0, 'pack', '7');
+        INSERT INTO vedetta_job_over
+        VALUES (100, now(), now(), now(), 0, 1, 1, 1, 1, 0, 3, 0, now(), NULL, 'ship', '8', NULL, NULL, 'anna',
+                NULL, 'lost', NULL, NULL);
+        INSERT INTO vedetta_job_tally VALUES (1, 3, 1)";
+    db.client().await.unwrap().batch_execute(old).await.unwrap();
+    drop(db);
+
+    let jobs = PostgresJobs::new(Postgres::open(&url, &[SCHEMA]).await.unwrap());
+    assert_eq!(jobs.retry(JobId(100)).await.unwrap(), Change::Made);
+    let given = take(&jobs, 10).await;
+    let kinds: Vec<_> = given.iter().map(|given| (given.kind.as_str(), given.trace)).collect();
+    assert_eq!(kinds, [("pack", None), ("ship", None)]);
+    let ends: Vec<_> = given.iter().map(|given| (given.claim, done())).collect();
+    assert_eq!(jobs.settle(&ends).await.unwrap(), [Settled::Gone, Settled::Gone]);
 }

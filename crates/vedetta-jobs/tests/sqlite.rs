@@ -136,3 +136,23 @@ async fn a_job_is_done_with_what_it_wrote_or_not_at_all() {
     assert_eq!(world.state(id).await, Waiting);
     assert!(world.take(ALL).await.is_empty());
 }
+
+#[tokio::test]
+async fn a_file_from_before_jobs_had_traces_goes_on_as_it_was() {
+    let folder = Arc::new(TempDir::new().unwrap());
+    let before = Schema { steps: &SCHEMA.steps[..1], ..SCHEMA };
+    let file = folder.path().join("jobs.db");
+    let mut options = Options::new(&file);
+    options.ballast = 0;
+    Db::open(&options, &[before, SHOP]).unwrap().close_blocking();
+    let old = "INSERT INTO job_queue (name) VALUES ('default');
+               INSERT INTO job (id, queue, kind, cost, priority, max_attempts, run_at, queued_at,
+                                updated_at, payload)
+               VALUES (7, 1, 'pack', 1, 0, 5, 0, 0, 0, 'null')";
+    Connection::open(file).unwrap().execute_batch(old).unwrap();
+    let world = Sqlite::open(folder).await;
+    let given = world.take_one().await;
+    assert_eq!((given.claim.id.0, given.trace), (7, None));
+    world.finish(given.claim).await;
+    assert_eq!(world.job(given.claim.id).await.trace, None);
+}

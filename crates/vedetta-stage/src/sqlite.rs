@@ -188,7 +188,8 @@ impl Records {
     /// The queues of a database that was opened with [`SCHEMA`]. What was held when the process that had
     /// it ended is free again.
     pub async fn open(db: Db) -> Result<Self, StageError> {
-        let records = Self { db, clock: Clock::start(), bells: Arc::default() };
+        let clock = db.clock();
+        let records = Self { db, clock, bells: Arc::default() };
         let hook = Hook(Arc::clone(&records.bells));
         let db = records.db.clone();
         let attached = tokio::task::spawn_blocking(move || db.attach(Box::new(hook))).await;

@@ -102,3 +102,4 @@ pub use vedetta_jobs as jobs;
 pub use vedetta_kv as kv;
 pub use vedetta_runtime as runtime;
 pub use vedetta_stage as stage;
+pub use vedetta_telemetry as telemetry;

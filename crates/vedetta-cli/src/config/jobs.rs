@@ -1,6 +1,6 @@
 //! The tables about jobs: `[queue.NAME]`, `[handler.KIND]`, `[periodic.NAME]` and `[retention]`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
 use std::time::Duration;
 
@@ -154,6 +154,7 @@ impl Tick {
             timeout: None,
             unique_key: None,
             tags: Vec::new(),
+            trace: None,
         };
         let job = kinds.complete(asked).map_err(wrong)?;
         Ok(Periodic { name: name.into(), every: every.map_err(wrong)?, job })
@@ -192,6 +193,24 @@ impl Config {
     pub(crate) fn periodic(&self) -> Result<Vec<Periodic>, ConfigError> {
         let kinds = self.kinds()?;
         self.periodic.iter().map(|(name, tick)| tick.periodic(&name.0, &kinds)).collect()
+    }
+
+    /// Periodic jobs of kinds that no handler is declared for, by which table of the file: somebody else may have
+    /// one.
+    pub(crate) fn unhandled(&self) -> Result<Vec<(String, String)>, ConfigError> {
+        let kinds = self.kinds()?;
+        let ticks = self.periodic.iter().filter(|(_, tick)| !kinds.0.contains_key(&tick.kind.0));
+        Ok(ticks
+            .map(|(name, tick)| (format!("periodic.{}", name.0), tick.kind.0.clone()))
+            .collect())
+    }
+
+    /// All queues that are named.
+    pub(crate) fn queues(&self) -> Result<BTreeSet<String>, ConfigError> {
+        let declared = self.queue.keys().map(|name| name.0.clone());
+        let handlers = self.handler.values().map(|handler| handler.queue().to_owned());
+        let periodic = self.periodic()?.into_iter().map(|periodic| periodic.job.queue);
+        Ok(declared.chain(handlers).chain(periodic).collect())
     }
 
     /// A worker for each queue that has handlers.

@@ -13,7 +13,7 @@ use vedetta::runtime::Room;
 use super::time;
 use crate::config::{Config, Own, Size};
 use crate::fleet::remote;
-use crate::up::{LogFormat, Signals, start_logs};
+use crate::up::{LogFormat, Signals, flush, start_logs, start_telemetry, traced};
 
 /// Work queues of a server with the declared handlers, in this process, until it is told to stop
 ///
@@ -81,13 +81,16 @@ impl Run {
         let id = id.unwrap_or_else(|| {
             format!("{}-{:08x}", vedetta::fleet::host_name(), std::process::id())
         });
+        let telemetry = config.telemetry()?;
+        let exporter =
+            telemetry.map(|settings| start_telemetry(&settings, Some(&id))).transpose()?;
         let queues = config.worked(&self.queues);
         // Commands have the token of our own environment.
         let workers = config.workers(&Own { url: server.to_owned(), token: None });
         let workers: Vec<Worker> = workers
             .into_iter()
             .filter(|(queue, _)| queues.iter().any(|asked| asked == queue))
-            .map(|(_, worker)| self.limited(worker.name(&id)))
+            .map(|(_, worker)| traced(self.limited(worker.name(&id)), exporter.as_ref()))
             .collect();
         // One process has the slots of its widest queue, for all of them together.
         let slots = workers.iter().map(Worker::slots).max();
@@ -119,6 +122,9 @@ impl Run {
             Ending::Memory => "too much memory",
             Ending::Orphaned => "nobody to work for",
         };
+        if let Some(exporter) = exporter {
+            flush(exporter).await;
+        }
         tracing::info!(worker = id, why, "ended");
         Ok(())
     }

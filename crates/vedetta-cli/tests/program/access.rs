@@ -3,7 +3,7 @@
 use std::fs;
 use std::io::Write as _;
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
@@ -62,7 +62,12 @@ fn users_and_tokens_are_made_before_and_while_a_server_runs() {
 
     let tokens = run(at, &["token", "list", "--output", "json"]).json();
     assert_eq!(tokens["tokens"][1]["name"], "eyes", "{tokens}");
-    assert!(tokens["tokens"][1]["used"].is_u64(), "{tokens}");
+    let users = run(at, &["user", "list", "--output", "json"]).json();
+    for time in [&tokens["tokens"][1]["used"], &users["users"][0]["created"]] {
+        let time = time.as_str().unwrap_or_else(|| panic!("{time} is no text"));
+        let form: String = time.chars().map(|c| if c.is_ascii_digit() { '0' } else { c }).collect();
+        assert_eq!(form, "0000-00-00T00:00:00.000Z", "as all times are");
+    }
     assert!(!tokens.to_string().contains(&viewer), "it is shown once");
     assert_eq!(run(at, &["token", "revoke", "eyes"]).code, 0);
     let revoked = with_token(&server, &viewer, &["kv", "get", "k"]);
@@ -286,4 +291,22 @@ fn the_doctor_says_when_nobody_could_sign_in() {
     assert!(!at.join("vedetta-data").exists(), "looking makes nothing");
     token(at, "ci", "viewer");
     assert_eq!(check(), "ok");
+}
+
+#[test]
+fn signing_in_with_curl_works_as_the_documentation_says() {
+    let folder = temp();
+    let at = folder.path();
+    assert_eq!(typed(at, &["user", "add", "anna", "--role", "operator"], PASSWORD).code, 0);
+    config(at, "[auth]\nenabled = true");
+    let server = Server::start(at);
+    let page = include_str!("../../../../docs/access.md");
+    let script = page.split("```sh\n").find(|block| block.starts_with("at=http")).unwrap();
+    let script = script.split("```").next().unwrap().replace("http://127.0.0.1:7070", &server.url);
+    let mut shell = Command::new("sh");
+    shell.args(["-ec", &script]).current_dir(at).env("PASSWORD", PASSWORD);
+    let ran = Ran::from(shell.env("no_proxy", "*").output().unwrap());
+    assert_eq!(ran.code, 0, "{ran:?}");
+    assert!(ran.out.contains(r#"{"name":"default","mode":"paused"}"#), "{ran:?}");
+    server.stop();
 }

@@ -212,3 +212,31 @@ fn jobs_on_a_postgresql_are_done_by_the_servers_that_share_it() {
     doing.stop();
     asking.stop();
 }
+
+#[test]
+fn what_is_most_likely_a_mistake_is_said_at_the_start_and_by_the_doctor() {
+    let folder = temp();
+    config(
+        folder.path(),
+        "[handler.pack]\nrun = ['./no-such-program']\n[handler.fine]\nrun = ['true']\n\
+         [periodic.again]\nkind = 'unpack'\nevery = '1h'\n[periodic.often]\nkind = 'fine'\nevery = '1h'\n",
+    );
+    let checks = run(folder.path(), &["doctor", "--output", "json"]).json();
+    let state = |name: &str| {
+        let all = checks["checks"].as_array().unwrap().iter();
+        all.clone().find(|check| check["name"] == name).map(|check| check["state"].to_string())
+    };
+    assert_eq!(state("handler.pack").as_deref(), Some("\"broken\""), "{checks}");
+    assert_eq!(state("handler.fine").as_deref(), Some("\"ok\""), "{checks}");
+    assert_eq!(state("periodic.again").as_deref(), Some("\"note\""), "{checks}");
+    assert_eq!(state("periodic.often"), None, "{checks}");
+
+    let mut server = Server::start(folder.path());
+    server.running.signal("TERM");
+    assert_eq!(server.running.wait().code(), Some(0));
+    let said = server.running.complaint();
+    let warned = |text: &str| said.lines().any(|line| line.contains("WARN") && line.contains(text));
+    assert!(warned("handler.pack cannot be run: it runs ./no-such-program"), "{said}");
+    assert!(warned("periodic.again asks for jobs of the kind"), "{said}");
+    assert!(!said.contains("handler.fine") && !said.contains("periodic.often"), "{said}");
+}

@@ -166,13 +166,26 @@ fn queues_are_listed_paused_drained_and_resumed() {
     let folder = temp();
     let server = Server::start(folder.path());
     let told = |what: &str| ask(&server, &["queue", what, "media"]).out;
+    for what in ["pause", "resume", "drain"] {
+        let mistyped = ask(&server, &["queue", what, "media"]);
+        assert_eq!(mistyped.code, 3, "{mistyped:?}");
+        assert!(mistyped.err.contains("there is no queue \"media\""), "{mistyped:?}");
+    }
+    assert!(!ask(&server, &["queue", "list"]).out.contains("media"), "it was not made");
+    assert_eq!(
+        ask(&server, &["queue", "pause", "default"]).code,
+        0,
+        "jobs that name none wait there"
+    );
+    assert_eq!(ask(&server, &["job", "add", "pack", "--queue", "media"]).code, 0);
     assert_eq!(told("pause"), "media is paused\n");
     assert_eq!(told("drain"), "media is draining\n");
     let refused = ask(&server, &["job", "add", "pack", "--queue", "media"]);
     assert_eq!(refused.code, 4, "{refused:?}");
     assert!(refused.err.contains("is being drained"), "{refused:?}");
     let table = ask(&server, &["queue", "list"]).out;
-    assert!(table.contains("media  draining"), "{table}");
+    let row = table.lines().find(|line| line.starts_with("media ")).unwrap();
+    assert_eq!(row.split_whitespace().nth(1), Some("draining"), "{table}");
     assert_eq!(told("resume"), "media is open\n");
     assert_eq!(ask(&server, &["job", "add", "pack", "--queue", "media"]).code, 0);
     assert_eq!(ask(&server, &["queue", "pause", "no name"]).code, 2);

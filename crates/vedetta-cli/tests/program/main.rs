@@ -2,12 +2,14 @@
 
 mod access;
 mod backup;
+mod clocks;
 mod doctor;
 mod handler;
 mod job;
 mod kv;
 mod stage;
 mod support;
+mod telemetry;
 mod top;
 mod up;
 mod watcher;

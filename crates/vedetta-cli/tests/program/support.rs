@@ -16,8 +16,9 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 pub(crate) fn vedetta(folder: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_vedetta"));
     for (name, _) in std::env::vars_os() {
-        if name.to_string_lossy().starts_with("VEDETTA_") {
-            command.env_remove(name);
+        let text = name.to_string_lossy();
+        if ["VEDETTA_", "OTEL_", "TRACEPARENT"].iter().any(|begin| text.starts_with(begin)) {
+            command.env_remove(&name);
         }
     }
     // Its default port may be in use; flags still win.

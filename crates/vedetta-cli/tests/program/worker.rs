@@ -383,13 +383,14 @@ fn a_rolling_restart_replaces_all_workers_one_at_a_time() {
     config(folder.path(), &supervised("min = 2\nmax = 2"));
     let server = Server::start(folder.path());
     let before = pids(&until_running(&server, 2));
-    done(&server, &["restart", "--wait"]);
     let mut fewest = usize::MAX;
-    until("two others", || {
-        let now = with_status(&server, "running");
-        fewest = fewest.min(now.len());
-        now.len() == 2 && pids(&now).is_disjoint(&before)
-    });
+    let mut restart = Running::start(&mut server.command(&["worker", "restart", "--wait"]));
+    while restart.child.try_wait().unwrap().is_none() {
+        fewest = fewest.min(with_status(&server, "running").len());
+    }
+    assert!(restart.wait().success(), "{}", restart.complaint());
+    let now = with_status(&server, "running");
+    assert!(now.len() == 2 && pids(&now).is_disjoint(&before), "all are replaced: {now:?}");
     assert!(fewest >= 2, "there were {fewest}");
     until("the end of the old ones", || !before.iter().any(|pid| alive(pid)));
     server.stop();
@@ -418,6 +419,42 @@ fn workers_survive_a_killed_server_and_the_next_adopts_them() {
     assert_eq!(pids(&until_running(&server, 2)), before, "and nobody was started beside them");
     server.stop();
     until("the end of all", || !before.iter().any(|pid| alive(pid)));
+}
+
+#[test]
+fn a_worker_that_was_adopted_is_still_let_in_where_people_sign_in() {
+    let folder = temp();
+    let made = run(folder.path(), &["token", "add", "me", "--role", "admin"]);
+    let token = made.out.trim();
+    let settings = format!("[auth]\nenabled = true\n{}", supervised("min = 1\nmax = 1"));
+    config(folder.path(), &settings);
+    // What is in our environment would be for all of them.
+    let ask = |server: &Server, args: &[&str]| -> Value {
+        let mut command = server.command(args);
+        let ran: Ran =
+            command.args(["--output", "json"]).env("VEDETTA_TOKEN", token).output().unwrap().into();
+        assert_eq!(ran.code, 0, "{ran:?}");
+        ran.json()
+    };
+    let running = |server: &Server| {
+        let all = ask(server, &["worker", "list"])["workers"].as_array().cloned().unwrap();
+        pids(&all.into_iter().filter(|it| it["status"] == "running").collect::<Vec<_>>())
+    };
+    let mut server = Server::start(folder.path());
+    let url = server.url.clone();
+    until("a worker", || running(&server).len() == 1);
+    let before = running(&server);
+    // Twice: what was lent to the first is still good in the third.
+    for _ in 0..2 {
+        server.running.signal("KILL");
+        server.running.wait();
+        server = up_at(folder.path(), &url);
+        until("it is back", || running(&server) == before);
+        let done = ask(&server, &["job", "add", "quick", "--payload", "null", "--wait"]);
+        assert_eq!(done["jobs"][0]["status"], "done", "{done}");
+    }
+    server.stop();
+    until("its end", || !before.iter().any(|pid| alive(pid)));
 }
 
 #[test]

@@ -18,7 +18,7 @@ use crate::error::ApiError;
 use crate::input::Query;
 use crate::jobs::{JobPath, ledger, made, retry_matching};
 use crate::json::Json;
-use crate::queues::QueuePath;
+use crate::queues::{QueuePath, set_mode};
 use crate::workers::{Named, fleet};
 use crate::{stages, watchers};
 
@@ -190,7 +190,7 @@ type Queue = Result<QueuePath, ApiError>;
 
 async fn set(context: &Context, queue: Queue, mode: Mode, said: &str) -> Result<String, ApiError> {
     let QueuePath(name) = queue?;
-    ledger(context)?.set_mode(&name, mode).await?;
+    set_mode(context, &name, mode).await?;
     Ok(said.to_owned())
 }
 

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use vedetta_dashboard::Observed;
-use vedetta_jobs::{BoxError, NewJob, Outcome, When, Work, Worker, Working};
+use vedetta_jobs::{
+    BoxError, Ledger as _, NewJob, Outcome, QueueCounts, When, Work, Worker, Working,
+};
 use vedetta_kv::Put;
 use vedetta_runtime::watcher::{Effect, Id};
 use vedetta_runtime::{Next, Reconcile, State, Watcher};
@@ -223,7 +225,14 @@ async fn the_picture_of_the_overview_is_made() {
     browser.find("[data-chart] canvas").await;
     for _ in 0..5 {
         ask(&server, "email.send", "mail", n).await;
-        tokio::time::sleep(Duration::from_millis(300)).await;
+        testing::soon("the mail is sent", async {
+            let is_over =
+                |queue: &QueueCounts| queue.name == "mail" && queue.ready + queue.running == 0;
+            while !server.jobs.queues().await.unwrap().iter().any(is_over) {
+                tokio::task::yield_now().await;
+            }
+        })
+        .await;
     }
     let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/pictures");
     std::fs::create_dir_all(&folder).unwrap();

@@ -364,8 +364,12 @@ async fn queues_pause_drain_and_resume() {
         let path = format!("POST /api/v1/queues/{queue}/{what}");
         server.send(&path, &[], "").await.json()
     };
-    assert_eq!(set("a%2Fb", "pause").await, json!({"name": "a/b", "mode": "paused"}));
+    // A mistyped name makes no queue.
+    let mistyped = server.send("POST /api/v1/queues/a%2Fb/pause", &[], "").await;
+    assert_eq!((mistyped.status, mistyped.code()), (404, "not_found".into()));
+    assert!(server.jobs.queues().await.unwrap().is_empty());
     server.post("/jobs", json!({"kind": "pack", "queue": "a/b", "cost": 3})).await;
+    assert_eq!(set("a%2Fb", "pause").await, json!({"name": "a/b", "mode": "paused"}));
     let take = json!({"worker": "anna"});
     assert_eq!(server.post("/queues/a%2Fb/take", take.clone()).await["jobs"], json!([]));
     assert_eq!(set("a%2Fb", "drain").await["mode"], "draining");

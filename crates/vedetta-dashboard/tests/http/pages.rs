@@ -150,6 +150,9 @@ async fn forms_do_what_they_say_and_lead_back() {
     assert_eq!(form(&server, &format!("/jobs/{id}/delete"), "").await.status, 303);
     assert_eq!(server.get(&format!("/api/v1/jobs/{id}")).await.status, 404);
 
+    let mistyped = form(&server, "/queues/mial/pause", "back=/queues").await;
+    assert_ne!((mistyped.status, mistyped.head.contains("said=paused")), (303, true));
+    assert!(!server.jobs.queues().await.unwrap().iter().any(|queue| queue.name == "mial"));
     for (what, mode) in [("pause", Mode::Paused), ("drain", Mode::Draining), ("resume", Mode::Open)]
     {
         assert_eq!(

@@ -12,7 +12,7 @@ async fn it_tells_who_changed_what_from_where_and_what_came_of_it() {
     let ci = guarded.token("ci", Role::Admin);
     guarded.try_to_sign_in("anna", "wrong password").await;
     let anna = guarded.sign_in("anna").await;
-    guarded.post(&anna, "/api/v1/queues/media/pause", "").await;
+    guarded.post(&anna, "/api/v1/queues/default/pause", "").await;
     guarded.tells("PUT /api/v1/kv/rooms%2F1", &ci, json!({"value": "x"})).await;
     guarded.tells("PUT /api/v1/kv/rooms%2F1", &ci, json!({"value": "x", "if_modified": 1})).await;
     let headers = [("Cookie", anna.cookie.as_str()), ("X-Vedetta-CSRF", anna.csrf.as_str())];
@@ -35,7 +35,7 @@ async fn it_tells_who_changed_what_from_where_and_what_came_of_it() {
         ("shell", "shell", "token add", "ci as admin", "done"),
         ("anna", here, "sign-in", "", "refused"),
         ("anna", here, "sign-in", "", "done"),
-        ("anna", here, "POST /api/v1/queues/{queue}/pause", "/api/v1/queues/media/pause", "done"),
+        ("anna", here, "POST /api/v1/queues/{queue}/pause", "/api/v1/queues/default/pause", "done"),
         ("token:ci", here, "PUT /api/v1/kv/{*key}", "/api/v1/kv/rooms%2F1", "done"),
         ("token:ci", here, "PUT /api/v1/kv/{*key}", "/api/v1/kv/rooms%2F1", "failed"),
         ("anna", here, "POST /api/v1/compact", "/api/v1/compact", "refused"),

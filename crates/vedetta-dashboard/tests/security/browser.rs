@@ -65,7 +65,9 @@ async fn what_changes_anything_needs_the_token_of_this_very_session() {
     ] {
         let mut headers = vec![cookie, JSON];
         headers.extend(token.map(|token| ("X-Vedetta-CSRF", token)));
-        for request in ["PUT /api/v1/kv/k", "DELETE /api/v1/kv/k", "POST /api/v1/queues/q/pause"] {
+        for request in
+            ["PUT /api/v1/kv/k", "DELETE /api/v1/kv/k", "POST /api/v1/queues/default/pause"]
+        {
             let answer = guarded.server.send(request, &headers, r#"{"value":"v"}"#).await;
             assert_eq!(answer.status, status, "{request} with {token:?}: {answer:?}");
         }
@@ -73,14 +75,14 @@ async fn what_changes_anything_needs_the_token_of_this_very_session() {
     // In a form it is a field; in the address it is nothing.
     let form = ("Content-Type", "application/x-www-form-urlencoded");
     let body = format!("csrf={}", anna.csrf);
-    let pause = "POST /api/v1/queues/q/pause";
+    let pause = "POST /api/v1/queues/default/pause";
     assert_eq!(guarded.server.send(pause, &[cookie, form], &body).await.status, 200);
     assert_eq!(guarded.server.send(pause, &[cookie, JSON], &body).await.status, 403);
     let in_address = format!("{pause}?{body}");
     assert_eq!(guarded.server.send(&in_address, &[cookie], "").await.status, 403);
     // Nothing that only reads asks for it, and nothing that only reads changes anything.
     assert_eq!(guarded.server.send("GET /api/v1/jobs", &[cookie], "").await.status, 200);
-    for request in ["GET /api/v1/queues/q/pause", "GET /logout", "HEAD /logout"] {
+    for request in ["GET /api/v1/queues/default/pause", "GET /logout", "HEAD /logout"] {
         assert_eq!(guarded.server.send(request, &[cookie], "").await.status, 405, "{request}");
     }
     guarded.end().await;

@@ -23,7 +23,7 @@ pub struct SqliteBus {
 impl SqliteBus {
     /// The commands of a file that was opened with [`crate::sqlite::SCHEMA`].
     pub fn new(db: Db) -> Self {
-        Self { db, clock: Clock::start(), wakes: broadcast::Sender::new(WAKES) }
+        Self { clock: db.clock(), db, wakes: broadcast::Sender::new(WAKES) }
     }
 
     async fn write<T: Send + 'static>(

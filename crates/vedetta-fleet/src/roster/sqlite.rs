@@ -18,7 +18,7 @@ pub struct SqliteRoster {
 impl SqliteRoster {
     /// The roster of a file that was opened with [`crate::sqlite::SCHEMA`].
     pub fn new(db: Db) -> Self {
-        Self { db, clock: Clock::start() }
+        Self { clock: db.clock(), db }
     }
 }
 

@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! Vedetta-Kind: transcode      Vedetta-Max-Attempts: 5      Vedetta-Tags: eu,film
-//! Vedetta-Cost: 4              Vedetta-Timeout: 6h
+//! Vedetta-Cost: 4              Vedetta-Timeout: 6h          traceparent: 00-…
 //! ```
 
 use std::str::FromStr;
@@ -17,6 +17,8 @@ use base64::prelude::BASE64_STANDARD;
 use bytes::Bytes;
 use serde_json::value::{RawValue, to_raw_value};
 
+use vedetta_core::Trace;
+
 use super::Options;
 use crate::job::{Json, LONGEST_TEXT, NewJob, check_name, shortened};
 
@@ -25,6 +27,8 @@ const COST: &str = "Vedetta-Cost";
 const MAX_ATTEMPTS: &str = "Vedetta-Max-Attempts";
 const TIMEOUT: &str = "Vedetta-Timeout";
 const TAGS: &str = "Vedetta-Tags";
+/// As others call it, too: whoever publishes may be traced.
+const TRACE: &str = "traceparent";
 
 /// Room for the headers of a dead letter, beside those that the message had.
 pub(super) const HEADERS: usize = LONGEST_TEXT + 2048;
@@ -37,12 +41,13 @@ pub(super) struct Asked {
     pub max_attempts: u32,
     pub timeout: Option<Duration>,
     pub tags: Vec<String>,
+    pub trace: Option<Trace>,
 }
 
 impl Asked {
     pub(super) fn of(job: &NewJob) -> Self {
-        let NewJob { kind, cost, max_attempts, timeout, tags, .. } = job.clone();
-        Self { kind, cost, max_attempts, timeout, tags }
+        let NewJob { kind, cost, max_attempts, timeout, tags, trace, .. } = job.clone();
+        Self { kind, cost, max_attempts, timeout, tags, trace }
     }
 
     fn read(
@@ -79,6 +84,8 @@ impl Asked {
                 .map(|tag| tag.trim().to_owned())
                 .filter(|t| !t.is_empty())
                 .collect(),
+            // One that cannot be read is not the job's fault.
+            trace: header(TRACE).and_then(|text| text.parse().ok()),
         })
     }
 }
@@ -108,6 +115,9 @@ pub(super) fn write(job: &NewJob, stream: &str) -> PublishMessage {
     }
     if !job.tags.is_empty() {
         message = message.header(TAGS, job.tags.join(","));
+    }
+    if let Some(trace) = job.trace {
+        message = message.header(TRACE, trace.to_string());
     }
     message
 }

@@ -23,8 +23,10 @@ macro_rules! input {
         "(SELECT *, coalesce(timestamptz 'epoch' + time * interval '1 microsecond',
                              now() + delay * interval '1 microsecond') AS at
           FROM unnest($1::integer[], $2::text[], $3::text[], $4::integer[], $5::smallint[],
-                      $6::bigint[], $7::bigint[], $8::integer[], $9::bigint[], $10::text[])
-               AS u (queue, kind, payload, cost, priority, time, delay, max_attempts, timeout, tags)
+                      $6::bigint[], $7::bigint[], $8::integer[], $9::bigint[], $10::text[],
+                      $11::text[])
+               AS u (queue, kind, payload, cost, priority, time, delay, max_attempts, timeout, tags,
+                     trace)
           WHERE NOT EXISTS (SELECT FROM vedetta_job_queue AS q
                             WHERE q.queue = ANY ($1) AND q.mode = 2)) AS u"
     };
@@ -34,9 +36,9 @@ macro_rules! input {
 /// the order of the jobs.
 const ENQUEUE: &str = concat!(
     "INSERT INTO vedetta_job (rank, wake_at, run_at, made_at, changed_at, queue, cost, max_attempts,
-                              state, priority, timeout, kind, payload, tags)
+                              state, priority, timeout, kind, payload, tags, trace)
      SELECT at - priority * interval '1 minute', at, at, now(), now(), queue, cost, max_attempts,
-            CASE WHEN at > now() THEN 0 ELSE 1 END, priority, timeout, kind, payload, tags
+            CASE WHEN at > now() THEN 0 ELSE 1 END, priority, timeout, kind, payload, tags, trace
      FROM ",
     input!(),
     " RETURNING id"
@@ -51,9 +53,9 @@ const ENQUEUE_KEYED: &str = "
                         now() + delay * interval '1 microsecond') AS at
         FROM unnest($1::integer[], $2::text[], $3::text[], $4::integer[], $5::smallint[],
                     $6::bigint[], $7::bigint[], $8::integer[], $9::bigint[], $10::text[],
-                    $11::text[], $12::bigint[]) WITH ORDINALITY
-             AS u (queue, kind, payload, cost, priority, time, delay, max_attempts, timeout, tags, key,
-                   first, place)
+                    $11::text[], $12::text[], $13::bigint[]) WITH ORDINALITY
+             AS u (queue, kind, payload, cost, priority, time, delay, max_attempts, timeout, tags,
+                   trace, key, first, place)
         WHERE NOT EXISTS (SELECT FROM vedetta_job_queue AS q WHERE q.queue = ANY ($1) AND q.mode = 2)
     ), new AS MATERIALIZED (
         SELECT nextval(pg_get_serial_sequence('vedetta_job', 'id')) AS id, *
@@ -62,10 +64,10 @@ const ENQUEUE_KEYED: &str = "
     ), put AS (
         INSERT INTO vedetta_job AS j (id, rank, wake_at, run_at, made_at, changed_at, queue, cost,
                                       max_attempts, state, priority, timeout, kind, payload, tags,
-                                      unique_key)
+                                      trace, unique_key)
         SELECT id, earliest - priority * interval '1 minute', earliest, earliest, now(), now(), queue,
                cost, max_attempts, CASE WHEN earliest > now() THEN 0 ELSE 1 END, priority, timeout,
-               kind, payload, tags, key
+               kind, payload, tags, trace, key
         FROM new ORDER BY queue, key COLLATE \"C\"
         ON CONFLICT (queue, unique_key) WHERE unique_key IS NOT NULL AND state <> 2 DO UPDATE SET
             run_at = least(j.run_at, excluded.run_at),
@@ -295,7 +297,7 @@ async fn insert(
     let columns = Columns::of(jobs, queues);
     let mut enqueued = Vec::with_capacity(jobs.len());
     if columns.keys.iter().all(Option::is_none) {
-        let rows = db.query(&db.prepare_cached(ENQUEUE).await?, &columns.params()[..10]).await?;
+        let rows = db.query(&db.prepare_cached(ENQUEUE).await?, &columns.params()[..11]).await?;
         for row in rows {
             let id: i64 = row.try_get(0)?;
             enqueued.push(Enqueued { id: JobId(id.unsigned_abs()), is_new: true });
@@ -333,6 +335,7 @@ struct Columns<'j> {
     max_attempts: Vec<i32>,
     timeouts: Vec<Option<i64>>,
     tags: Vec<Option<String>>,
+    traces: Vec<Option<String>>,
     keys: Vec<Option<&'j str>>,
     firsts: Vec<i64>,
 }
@@ -360,13 +363,14 @@ impl<'j> Columns<'j> {
             columns.max_attempts.push(job.max_attempts.cast_signed());
             columns.timeouts.push(job.timeout.map(|timeout| micros(timeout).max(1)));
             columns.tags.push((!job.tags.is_empty()).then(|| job.tags.join(",")));
+            columns.traces.push(job.trace.map(|trace| trace.to_string()));
             columns.keys.push(key);
             columns.firsts.push(first);
         }
         columns
     }
 
-    fn params(&self) -> [&(dyn ToSql + Sync); 12] {
+    fn params(&self) -> [&(dyn ToSql + Sync); 13] {
         [
             &self.queues,
             &self.kinds,
@@ -378,6 +382,7 @@ impl<'j> Columns<'j> {
             &self.max_attempts,
             &self.timeouts,
             &self.tags,
+            &self.traces,
             &self.keys,
             &self.firsts,
         ]

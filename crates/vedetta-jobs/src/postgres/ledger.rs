@@ -12,7 +12,7 @@ use vedetta_db::postgres::{Client, GenericClient};
 
 use super::{
     CANCELLED, Counted, DEAD, DONE, Desk, PostgresJobs, RUNNING, delay, json, micros, natural,
-    number, since_epoch, tags,
+    number, since_epoch, tags, trace,
 };
 use crate::job::{
     Change, Enqueued, Filter, Job, JobId, JobsError, Mode, NewJob, Page, QueueCounts, check_name,
@@ -34,7 +34,7 @@ const WHILE: u32 = 10;
 macro_rules! columns {
     () => {
         "id, queue, made_at, run_at, started_at, payload, cost, priority, attempts, max_attempts, timeout,
-         unique_key, tags, progress, message, log, error, worker, kind"
+         unique_key, tags, progress, message, log, error, worker, kind, trace"
     };
 }
 
@@ -86,6 +86,7 @@ fn job(row: &Row) -> Result<Job, Error> {
         timeout: row.try_get::<_, Option<i64>>("timeout")?.map(delay),
         unique_key: row.try_get("unique_key")?,
         tags: tags(row.try_get("tags")?),
+        trace: trace(row.try_get("trace")?),
         progress: row.try_get("progress")?,
         message: row.try_get("message")?,
         log: row.try_get::<_, Option<String>>("log")?.unwrap_or_default(),
@@ -335,10 +336,10 @@ impl Ledger for PostgresJobs {
             ), put AS (
                 INSERT INTO vedetta_job (id, rank, wake_at, run_at, made_at, changed_at, queue, cost,
                                          max_attempts, state, priority, timeout, kind, payload,
-                                         unique_key, tags, error, log)
+                                         unique_key, tags, error, log, trace)
                 SELECT id, now() - priority * interval '1 minute', now(), now(), made_at, now(), queue,
                        cost, max_attempts, 1, priority, timeout, kind, payload, unique_key, tags, error,
-                       log
+                       log, trace
                 FROM gone
             )
             SELECT name FROM gone JOIN vedetta_job_queue USING (queue)";
@@ -364,7 +365,7 @@ impl Ledger for PostgresJobs {
                 INSERT INTO vedetta_job_over
                 SELECT id, run_at, made_at, now(), 0, queue, cost, attempts, max_attempts, progress, 4,
                        priority, started_at, timeout, kind, payload, unique_key, tags, worker, message,
-                       error, log, NULL
+                       error, log, NULL, trace
                 FROM gone
             ), counted AS (
                 INSERT INTO vedetta_job_tally SELECT queue, 4, 1 FROM gone

@@ -10,7 +10,7 @@ use vedetta_db::Clock;
 use vedetta_db::rusqlite::{self, Connection, OptionalExtension as _, Row, params};
 
 use super::index::{Lane, LaneNo, Op, Run};
-use super::show::{json, tags_of};
+use super::show::{json, tags_of, trace_of};
 use super::{Desk, Owned, mode_of, state_number, state_of};
 use crate::job::{
     Change, Claim, Enqueued, Fate, Given, Job, JobId, JobsError, LONGEST_TEXT, Mode, NewJob, Note,
@@ -128,8 +128,8 @@ impl Desk {
     ) -> Result<Vec<Enqueued>, JobsError> {
         let sql =
             "INSERT INTO job (id, queue, kind, cost, priority, max_attempts, run_at, queued_at,
-                       updated_at, timeout, unique_key, tags, payload)
-                   VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?8, ?9, ?10, ?11, ?12)";
+                       updated_at, timeout, unique_key, tags, payload, trace)
+                   VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?8, ?9, ?10, ?11, ?12, ?13)";
         let mut insert = tx.prepare_cached(sql)?;
         let now = self.clock.now();
         let mut enqueued = Vec::with_capacity(jobs.len());
@@ -173,6 +173,7 @@ impl Desk {
                     job.unique_key,
                     tags,
                     job.payload.get(),
+                    job.trace.map(|trace| trace.to_string()),
                 ])?;
                 let mut index = self.index.lock();
                 index.wait(lane, id, run_at, job.priority, now);
@@ -227,7 +228,7 @@ impl Desk {
     pub(super) fn take(&self, tx: &Connection, wanted: &Owned) -> Result<Taken, JobsError> {
         let now = self.clock.now();
         let sql = "SELECT kind, payload, cost, attempts, max_attempts, timeout, tags, unique_key, \
-                          run_at, priority
+                          run_at, priority, trace
                    FROM job WHERE id = ?1";
         // Used before the index is locked, see `Tx`.
         let mut read = tx.prepare_cached(sql)?;
@@ -250,7 +251,8 @@ impl Desk {
             let mut key: Option<String> = None;
             let given = read.query_row([id.0.cast_signed()], |row| {
                 key = row.get(7)?;
-                index.leave(lane, id, row.get(8)?, row.get(9)?);
+                let run_at: i64 = row.get(8)?;
+                index.leave(lane, id, run_at, row.get(9)?);
                 let tags: Option<String> = row.get(6)?;
                 Ok(Given {
                     claim: Claim { id, token },
@@ -261,6 +263,8 @@ impl Desk {
                     max_attempts: row.get(4)?,
                     timeout: row.get::<_, Option<i64>>(5)?.map(Clock::delay),
                     tags: tags_of(tags.as_deref()),
+                    trace: trace_of(row.get(10)?),
+                    waited: Some(Clock::delay(now.saturating_sub(run_at))),
                 })
             })?;
             if let Some(key) = key {
@@ -603,9 +607,9 @@ impl Desk {
         let write = "INSERT OR REPLACE INTO job (id, queue, kind, state, cost, priority, attempts,
                          max_attempts, run_at, queued_at, updated_at, started_at, ended_at, timeout,
                          progress, worker, tags, message, error, payload, result, log, connection,
-                         foreign_id)
+                         foreign_id, trace)
                      VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16,
-                         ?17, ?18, ?19, ?20, ?21, ?22, ?23, ?24)";
+                         ?17, ?18, ?19, ?20, ?21, ?22, ?23, ?24, ?25)";
         let (mut find, mut write) = (tx.prepare_cached(find)?, tx.prepare_cached(write)?);
         for job in jobs {
             let lane = self.lane(tx, &job.queue)?;
@@ -657,6 +661,7 @@ impl Desk {
                 job.log,
                 job.connection,
                 foreign,
+                job.trace.map(|trace| trace.to_string()),
             ])?;
             let over = |state, count| self.index.lock().change(Op::Over { lane, state, count });
             if let Some((_, was)) = known.filter(|(_, was)| *was < 10) {

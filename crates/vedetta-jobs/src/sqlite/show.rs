@@ -1,6 +1,6 @@
 //! What is shown.
 
-use vedetta_core::JobState;
+use vedetta_core::{JobState, Trace};
 use vedetta_db::Clock;
 use vedetta_db::rusqlite::types::Value;
 use vedetta_db::rusqlite::{self, Connection, OptionalExtension as _, Row, params_from_iter};
@@ -17,7 +17,7 @@ const FEW: usize = 10_000;
 /// The columns of a job, in the order that [`Desk::shown`] reads them.
 const COLUMNS: &str = "id, queue, kind, state, cost, priority, attempts, max_attempts, run_at, \
     queued_at, updated_at, started_at, ended_at, timeout, progress, unique_key, worker, tags, \
-    message, error, payload, result, log, token, connection, foreign_id";
+    message, error, payload, result, log, token, connection, foreign_id, trace";
 
 impl Desk {
     /// One job. Whether it runs is asked before its row: what ends between is then seen in the row.
@@ -81,6 +81,7 @@ impl Desk {
             timeout: row.get::<_, Option<i64>>(13)?.map(Clock::delay),
             unique_key: row.get(15)?,
             tags: tags_of(tags.as_deref()),
+            trace: trace_of(row.get(26)?),
             progress: row.get(14)?,
             message: row.get(18)?,
             log: row.get::<_, Option<String>>(22)?.unwrap_or_default(),
@@ -278,6 +279,11 @@ impl Desk {
 pub(super) fn json(text: String) -> Json {
     serde_json::value::RawValue::from_string(text)
         .unwrap_or_else(|_| serde_json::value::RawValue::NULL.to_owned())
+}
+
+/// What was stored was one.
+pub(super) fn trace_of(text: Option<String>) -> Option<Trace> {
+    text?.parse().ok()
 }
 
 pub(super) fn tags_of(text: Option<&str>) -> Vec<String> {

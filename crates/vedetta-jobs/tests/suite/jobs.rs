@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use testing::soon;
 use tokio::task::JoinSet;
+use vedetta_core::Trace;
 use vedetta_core::queue::{Kept, Settled, Woken};
 use vedetta_jobs::{
     Claim, Fate, Given, HIGHEST_PRIORITY, JobId, Jobs as _, JobsError, LARGEST, LONGEST_KEY,
@@ -21,9 +22,19 @@ const WHILE: Duration = Duration::from_millis(300);
 
 /// Everything of a job that a worker is given, but for which one it is.
 fn content(given: &Given) -> impl PartialEq + std::fmt::Debug {
-    let Given { claim: _, kind, payload, cost, attempt, max_attempts, timeout, tags } =
-        given.clone();
-    (kind, payload.get().to_owned(), cost, attempt, max_attempts, timeout, tags)
+    let Given {
+        claim: _,
+        kind,
+        payload,
+        cost,
+        attempt,
+        max_attempts,
+        timeout,
+        tags,
+        trace,
+        waited: _,
+    } = given.clone();
+    (kind, payload.get().to_owned(), cost, attempt, max_attempts, timeout, tags, trace)
 }
 
 fn of_cost(cost: u32) -> NewJob {
@@ -43,6 +54,7 @@ pub async fn jobs_come_out_as_they_went_in_and_in_order<W: World>() {
             timeout: Some(Duration::from_millis(1)),
             unique_key: Some("Zoë's key 🗝 %_".into()),
             tags: vec!["b".into(), "a".into(), longest.clone()],
+            trace: Some(Trace::new(u128::MAX - 1, 7, true)),
             ..NewJob::new("")
         },
         NewJob {
@@ -54,7 +66,11 @@ pub async fn jobs_come_out_as_they_went_in_and_in_order<W: World>() {
             tags: (0..MOST_TAGS).map(|n| format!("tag-{n}")).collect(),
             ..NewJob::new("")
         },
-        NewJob { payload: json("-0.0"), cost: 3, ..NewJob::new("ship") },
+        NewJob { payload: json("-0.0"), cost: 3, ..NewJob::new("ship") }.trace(Trace::new(
+            1,
+            u64::MAX,
+            false,
+        )),
     ];
     let mut expected = world.enqueue(&jobs[..1]).await;
     expected.extend(world.enqueue(&jobs[1..]).await);
@@ -71,6 +87,8 @@ pub async fn jobs_come_out_as_they_went_in_and_in_order<W: World>() {
             max_attempts: job.max_attempts,
             timeout: job.timeout,
             tags: job.tags,
+            trace: job.trace,
+            waited: None,
         };
         assert_eq!(content(given), content(&expected));
     }

@@ -4,6 +4,7 @@ use std::time::{Duration, SystemTime};
 
 use serde_json::value::RawValue;
 use vedetta_core::JobState::{Dead, Done, Running, Waiting};
+use vedetta_core::Trace;
 use vedetta_core::queue::{Kept, Settled};
 use vedetta_jobs::{
     Fate, HIGHEST_PRIORITY, Jobs as _, JobsError, LARGEST, LOG_TAIL, LONGEST_TEXT, Ledger as _,
@@ -48,6 +49,7 @@ pub async fn a_job_is_shown_as_it_was_asked_for<W: LedgerWorld>() {
             timeout,
             unique_key: unique_key.filter(|key| !key.is_empty()).map(Into::into),
             tags: vec!["b".into(), "a".into()],
+            trace: Some(Trace::new(u128::MAX, u64::MAX, true)),
         };
         let id = world.add(asked.clone()).await;
         let job = world.job(id).await;
@@ -57,6 +59,7 @@ pub async fn a_job_is_shown_as_it_was_asked_for<W: LedgerWorld>() {
         assert_eq!((job.cost, job.max_attempts), (asked.cost, asked.max_attempts));
         assert_eq!((job.priority, job.timeout), (priority, timeout));
         assert_eq!((job.unique_key, job.tags), (asked.unique_key, asked.tags));
+        assert_eq!(job.trace, asked.trace);
         assert!(job.progress.abs() < f32::EPSILON && job.message.is_none() && job.log.is_empty());
         assert!(job.result.is_none() && job.error.is_none() && job.worker.is_none());
         assert!(job.started_at.is_none() && job.ended_at.is_none());

@@ -299,6 +299,7 @@ macro_rules! jobs_suite {
                 whatever_a_handler_does_is_its_jobs_alone
                 a_job_can_ask_to_be_tried_later
                 what_nobody_can_do_is_not_tried_for_ever
+                what_becomes_of_a_job_is_one_trace
             }
         }
     };

@@ -7,6 +7,7 @@ use std::time::{Duration, SystemTime};
 use testing::soon;
 use tokio::task::JoinSet;
 use vedetta_core::JobState::{self, Cancelled, Dead, Done, Running, Waiting};
+use vedetta_core::Trace;
 use vedetta_core::queue::{Kept, Settled, Woken};
 use vedetta_jobs::{
     Change, Fate, Filter, JobId, Jobs as _, JobsError, Ledger as _, Mode, NewJob, QueueCounts,
@@ -101,7 +102,9 @@ pub async fn changes_are_made_where_they_can_be<W: LedgerWorld>() {
 pub async fn what_is_tried_again_by_hand_begins_anew<W: LedgerWorld>() {
     let world = W::new().await;
     for state in [Dead, Cancelled] {
-        let id = world.add(NewJob { max_attempts: 2, ..NewJob::new("pack") }).await;
+        let trace = Trace::new(5, 7, true);
+        let asked = NewJob { max_attempts: 2, ..NewJob::new("pack") }.trace(trace);
+        let id = world.add(asked).await;
         world.settle(world.take_one().await.claim, again(Duration::ZERO)).await;
         let last = world.comes(HOUR).await;
         if state == Dead {
@@ -115,8 +118,9 @@ pub async fn what_is_tried_again_by_hand_begins_anew<W: LedgerWorld>() {
         world.wakes(&ear, Woken::More).await;
         let job = world.job(id).await;
         assert_eq!((job.status, job.attempts, job.ended_at), (Waiting, 0, None));
+        assert_eq!(job.trace, Some(trace), "it is still of the same trace");
         let given = world.take_one().await;
-        assert_eq!((given.claim.id, given.attempt), (id, 1));
+        assert_eq!((given.claim.id, given.attempt, given.trace), (id, 1, Some(trace)));
         assert_eq!(world.settle(last.claim, dead()).await, Settled::Stale, "of its former life");
         world.finish(given.claim).await;
         assert_eq!(world.state(id).await, Done);

@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::sync::watch;
-use vedetta_core::{Backoff, Command, RunEvent};
-use vedetta_jobs::{BoxError, JobEvent, Jobs, NewJob, Outcome, Work, Worker, Working};
+use vedetta_core::trace::Label;
+use vedetta_core::{Backoff, Command, RunEvent, Span, Spans, Trace};
+use vedetta_jobs::{Asking, BoxError, JobEvent, Jobs, NewJob, Outcome, Work, Worker, Working};
 
 use super::{Ask as _, QUEUE, World, eventually};
 
@@ -346,4 +347,88 @@ pub async fn what_nobody_can_do_is_not_tried_for_ever<W: World>() {
     assert!(stage.begun().is_empty());
     tokio::time::sleep(LEASE).await;
     world.rests().await;
+}
+
+/// Keeps what it is told.
+#[derive(Default)]
+struct Told(Mutex<Vec<Span>>);
+
+impl Spans for Told {
+    fn samples(&self, _: u128) -> bool {
+        true
+    }
+
+    fn ended(&self, span: Span) {
+        self.0.lock().push(span);
+    }
+
+    fn dropped(&self) -> u64 {
+        0
+    }
+}
+
+impl Told {
+    /// The spans of this name, in the order in which they began.
+    fn named(&self, name: &str) -> Vec<Span> {
+        let mut named = self.0.lock().clone();
+        named.retain(|span| span.name == name);
+        named.sort_by_key(|span| span.began);
+        named
+    }
+}
+
+fn label<'s>(span: &'s Span, name: &str) -> Option<&'s Label> {
+    span.labels.iter().find(|(label, _)| *label == name).map(|(_, label)| label)
+}
+
+pub async fn what_becomes_of_a_job_is_one_trace<W: World>() {
+    let world = W::new().await;
+    let told = Arc::new(Told::default());
+    let caller = Trace::new(0xabc, 0xdef, true);
+    let mut job = NewJob::new("flaky").payload(&"a secret").unwrap().trace(caller);
+    let asking = Asking::begin(&mut job, &*told);
+    let enqueued = world.jobs().enqueue(std::slice::from_ref(&job)).await.unwrap()[0];
+    asking.end(&job, enqueued, &*told);
+
+    let traces = Arc::<Mutex<Vec<Trace>>>::default();
+    let seen = Arc::clone(&traces);
+    // Another has it the second time.
+    let elsewhere = world.neighbour().await;
+    let worker =
+        worker(1).spans(Arc::clone(&told) as _).handler("flaky", move |work: Work, _: String| {
+            seen.lock().extend(work.trace());
+            let first = work.attempt() == 1;
+            async move { if first { Err("a secret") } else { Ok(()) } }
+        });
+    let first = start(&world, worker.clone());
+    eventually("it failed", async || !told.named("settle flaky").is_empty()).await;
+    first.stop(Duration::from_secs(10)).await;
+    let second = start(&elsewhere, worker);
+    eventually("it is done", async || second.status().flow.done == 1).await;
+    second.stop(Duration::from_secs(10)).await;
+
+    let (enqueue, waits) = (told.named("enqueue flaky"), told.named("wait flaky"));
+    let (attempts, settles) = (told.named("attempt flaky"), told.named("settle flaky"));
+    assert_eq!((enqueue.len(), attempts.len(), settles.len()), (1, 2, 2));
+    assert_eq!(enqueue[0].parent, Some(caller.span()));
+    // A stream does not say since when a message is due again.
+    assert!(!waits.is_empty(), "it waited");
+    let root = Some(enqueue[0].place.span());
+    assert!(waits.iter().chain(&attempts).all(|span| span.parent == root));
+    for (attempt, settle) in attempts.iter().zip(&settles) {
+        assert_eq!(settle.parent, Some(attempt.place.span()));
+        assert!(attempt.began + attempt.took <= settle.began + settle.took);
+    }
+    let outcomes = settles.iter().map(|span| label(span, "vedetta.job.outcome").cloned());
+    let outcomes: Vec<_> = outcomes.map(|label| label.expect("it says so")).collect();
+    assert_eq!(outcomes, [Label::from("again"), Label::from("done")]);
+    assert_eq!([attempts[0].failed, attempts[1].failed], [Some("error"), None]);
+    let places: Vec<Trace> = attempts.iter().map(|span| span.place).collect();
+    assert_eq!(*traces.lock(), places, "a handler is told its own place");
+
+    let all = told.0.lock();
+    assert!(all.iter().all(|span| span.place.id() == caller.id() && span.place.is_sampled()));
+    let spans: std::collections::HashSet<u64> = all.iter().map(|span| span.place.span()).collect();
+    assert_eq!(spans.len(), all.len(), "each has a place of its own");
+    assert!(!format!("{all:?}").contains("secret"), "{all:?}");
 }
