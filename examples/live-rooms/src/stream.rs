@@ -1,0 +1,310 @@
+//! The stream of a room: an FFmpeg from RTP to HLS, begun again whenever it ends or stalls.
+//!
+//! ```text
+//! a port ──► FFmpeg ──► told where it listens ──► fed: it gets on ──► …
+//!   ▲          │ ended, or not fed for 5 s: stopped, waited for, its port given back
+//!   └── wait ◄─┘ 0.1 s, 0.2 s … 10 s
+//! ```
+//!
+//! Each FFmpeg gets another port than the one before it. FFmpeg ends with code 0 for many reasons, so any end
+//! that nobody asked for is a failure.
+
+use std::ffi::OsString;
+use std::net::Ipv4Addr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::sync::{Notify, watch};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep, sleep_until};
+use tokio_util::sync::CancellationToken;
+use vedetta::core::{Backoff, explain};
+use vedetta::runtime::{Command, Watch};
+
+use crate::ports::{Pool, Port};
+
+/// One that was fed and gets on no more is stuck.
+const STALLED: Duration = Duration::from_secs(5);
+/// The first packet may take longer: Janus has to be told where to send.
+const FIRST: Duration = Duration::from_secs(15);
+/// One that went well for so long had no part in what came before.
+const WELL: Duration = Duration::from_secs(30);
+/// It is asked to end, once more after the first of these times, and killed after the second: it does not
+/// hear the first time while it waits for a packet.
+const STOP: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(4)];
+/// Nobody listens for so long.
+const LONGEST: Duration = Duration::from_secs(366 * 24 * 3600);
+/// In the environment of every FFmpeg: which mixer it is of.
+pub const VARIABLE: &str = "LIVE_ROOMS_MIXER";
+/// The playlist of a stream, in its folder.
+pub const PLAYLIST: &str = "index.m3u8";
+/// What FFmpeg is told to take, in the same folder; shows that the folder is ours.
+pub const SDP: &str = "room.sdp";
+
+/// What the sound is made into.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Codec {
+    /// AAC, which everything plays.
+    Aac,
+    /// The Opus that comes in: a third of the work, and not everything plays it.
+    Copy,
+}
+
+/// How to make a stream.
+#[derive(Debug, Clone)]
+pub struct Making {
+    /// The program.
+    pub ffmpeg: PathBuf,
+    /// Whose it is: the value of [`VARIABLE`].
+    pub owner: OsString,
+    /// Where it listens.
+    pub host: Ipv4Addr,
+    /// On one of these ports.
+    pub pool: Pool,
+    /// What it makes.
+    pub codec: Codec,
+}
+
+/// Is told where a stream takes its packets. It tries until it has said so, and is dropped when that is no
+/// longer true.
+pub trait Announce: Send + Sync + 'static {
+    /// This is the port.
+    fn announce(&self, port: u16) -> impl Future<Output = ()> + Send;
+}
+
+/// A stream that is made, until it is stopped. Dropped, its FFmpeg is killed.
+pub struct Stream {
+    stop: CancellationToken,
+    again: Arc<Notify>,
+    port: watch::Receiver<Option<u16>>,
+    task: tokio::sync::Mutex<JoinHandle<()>>,
+}
+
+impl Stream {
+    /// Begins it, in this folder, which is there.
+    pub fn start(making: Making, folder: PathBuf, announce: impl Announce) -> Self {
+        let (stop, again) = (CancellationToken::new(), Arc::new(Notify::new()));
+        let (told, port) = watch::channel(None);
+        let maker = Maker { making, folder, port: told, again: Arc::clone(&again) };
+        let task = tokio::spawn(maker.run(announce, stop.clone())).into();
+        Self { stop, again, port, task }
+    }
+
+    /// Where it takes its packets now.
+    pub fn port(&self) -> Option<u16> {
+        *self.port.borrow()
+    }
+
+    /// Says again where it takes its packets.
+    pub fn announce_again(&self) {
+        self.again.notify_one();
+    }
+
+    /// Ends it. When this returns its FFmpeg has ended and its port was given back.
+    pub async fn stop(&self) {
+        self.stop.cancel();
+        let mut task = self.task.lock().await;
+        if !task.is_finished() {
+            // Nobody aborts it but our end.
+            let _ = (&mut *task).await;
+        }
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        self.task.get_mut().abort();
+    }
+}
+
+struct Maker {
+    making: Making,
+    folder: PathBuf,
+    port: watch::Sender<Option<u16>>,
+    again: Arc<Notify>,
+}
+
+impl Maker {
+    async fn run(self, announce: impl Announce, stop: CancellationToken) {
+        let (backoff, mut failures) = (Backoff::default(), 0);
+        while !stop.is_cancelled() {
+            let begun = Instant::now();
+            let taken = tokio::select! {
+                taken = self.making.pool.take() => taken,
+                () = stop.cancelled() => return,
+            };
+            let ended = match taken {
+                Some(port) => self.once(port, &announce, &stop).await,
+                None => Err("no port is free".to_owned()),
+            };
+            self.port.send_replace(None);
+            let Err(why) = ended else { return };
+            if begun.elapsed() > WELL {
+                failures = 0;
+            }
+            let wait = backoff.delay(failures);
+            failures += 1;
+            tracing::warn!(folder = %self.folder.display(), why, ?wait, "a stream broke off");
+            tokio::select! {
+                () = sleep(wait) => {}
+                () = stop.cancelled() => {}
+            }
+        }
+    }
+
+    /// One FFmpeg, to its end: fine only if that was asked for. The port is given back when it has ended.
+    async fn once(
+        &self,
+        port: Port,
+        announce: &impl Announce,
+        stop: &CancellationToken,
+    ) -> Result<(), String> {
+        let sdp = sdp(self.making.host, port.number());
+        let prepared = prepare(&self.folder, &sdp).await;
+        prepared.map_err(|error| format!("{}: {error}", self.folder.display()))?;
+        let fed = Fed::new();
+        let stalled = Mutex::new(false);
+        let end = async {
+            tokio::select! {
+                () = stop.cancelled() => {}
+                () = fed.stalls() => *stalled.lock() = true,
+            }
+        };
+        let command = self.command();
+        let run = command.run_until(b"", &fed, end, &STOP);
+        self.port.send_replace(Some(port.number()));
+        let tell = async {
+            loop {
+                announce.announce(port.number()).await;
+                self.again.notified().await;
+            }
+        };
+        let ended = tokio::select! {
+            ended = run => ended,
+            () = tell => unreachable!("it tells for ever"),
+        };
+        match ended {
+            _ if stop.is_cancelled() => Ok(()),
+            Ok(_) if *stalled.lock() => Err(format!("no packets came for {STALLED:?}")),
+            Ok(_) => Err(format!("FFmpeg ended by itself{}", fed.last_words())),
+            Err(error) => Err(explain(&error)),
+        }
+    }
+
+    fn command(&self) -> Command {
+        let mut arguments: Vec<OsString> = words(
+            "-nostdin -hide_banner -nostats -loglevel warning -progress pipe:1 -stats_period 1 \
+             -protocol_whitelist file,rtp,udp -listen_timeout 86400 -reorder_queue_size 0 \
+             -use_wallclock_as_timestamps 1 -localaddr",
+        );
+        arguments.push(self.making.host.to_string().into());
+        arguments.push("-i".into());
+        arguments.push(self.folder.join(SDP).into());
+        arguments.extend(words(match self.making.codec {
+            Codec::Aac => {
+                "-af aresample=async=1:min_hard_comp=0.1:first_pts=0 -c:a aac -b:a 96k -ar 48000 -ac 2"
+            }
+            Codec::Copy => "-c:a copy",
+        }));
+        arguments.extend(words(
+            "-f hls -hls_time 2 -hls_list_size 6 -hls_segment_type mpegts \
+             -hls_flags delete_segments+append_list+omit_endlist+program_date_time+temp_file \
+             -hls_segment_filename",
+        ));
+        arguments.push(pattern(&self.folder));
+        arguments.push(self.folder.join(PLAYLIST).into());
+        Command::new(self.making.ffmpeg.clone().into_os_string(), arguments, LONGEST)
+            .variable(VARIABLE, &self.making.owner)
+    }
+}
+
+fn words(text: &str) -> Vec<OsString> {
+    text.split_whitespace().map(Into::into).collect()
+}
+
+/// How segments are called. In a folder's own name a `%` means itself.
+fn pattern(folder: &Path) -> OsString {
+    let folder = folder.to_string_lossy().replace('%', "%%");
+    format!("{folder}/seg_%05d.ts").into()
+}
+
+/// What FFmpeg is told of the packets that come.
+fn sdp(host: Ipv4Addr, port: u16) -> String {
+    format!(
+        "v=0\r\no=- 0 0 IN IP4 {host}\r\ns=live-rooms\r\nc=IN IP4 {host}\r\nt=0 0\r\n\
+         m=audio {port} RTP/AVP 100\r\na=rtpmap:100 opus/48000/2\r\na=recvonly\r\n"
+    )
+}
+
+/// Makes the folder, and removes what the FFmpeg before left half done or would never have removed: segments
+/// that the playlist does not name.
+async fn prepare(folder: &Path, sdp: &str) -> std::io::Result<()> {
+    tokio::fs::create_dir_all(folder).await?;
+    let playlist = tokio::fs::read_to_string(folder.join(PLAYLIST)).await.unwrap_or_default();
+    let mut entries = tokio::fs::read_dir(folder).await?;
+    while let Some(entry) = entries.next_entry().await? {
+        let name = entry.file_name();
+        let Some(name) = name.to_str() else { continue };
+        let is_segment = name.starts_with("seg_") && !playlist.lines().any(|line| line == name);
+        if is_segment || name.ends_with(".tmp") {
+            tokio::fs::remove_file(entry.path()).await?;
+        }
+    }
+    tokio::fs::write(folder.join(SDP), sdp).await
+}
+
+/// Reads how far FFmpeg is, and what it complains of.
+struct Fed {
+    /// The last time that it got on, and how far it was.
+    at: watch::Sender<(Option<i64>, Instant)>,
+    last_words: Mutex<String>,
+}
+
+impl Fed {
+    fn new() -> Self {
+        Self { at: watch::Sender::new((None, Instant::now())), last_words: Mutex::default() }
+    }
+
+    /// Returns when no packets came for too long.
+    async fn stalls(&self) {
+        let mut at = self.at.subscribe();
+        loop {
+            let (reached, when) = *at.borrow_and_update();
+            let limit = if reached.is_some() { STALLED } else { FIRST };
+            tokio::select! {
+                () = sleep_until(when + limit) => return,
+                changed = at.changed() => if changed.is_err() { return },
+            }
+        }
+    }
+
+    fn last_words(&self) -> String {
+        let words = self.last_words.lock();
+        if words.is_empty() { String::new() } else { format!(": {words}") }
+    }
+}
+
+impl Watch for Fed {
+    fn progress(&self, _: f64, _: Option<&str>) {}
+
+    fn line(&self, line: &str) {
+        // In the beginning it is `N/A`.
+        let reached = line.strip_prefix("out_time_us=").and_then(|text| text.parse::<i64>().ok());
+        if let Some(reached) = reached {
+            self.at.send_if_modified(|(before, when)| {
+                let gets_on = before.is_none_or(|before| reached > before);
+                if gets_on {
+                    (*before, *when) = (Some(reached), Instant::now());
+                }
+                gets_on
+            });
+        }
+    }
+
+    fn log(&self, line: &str) {
+        tracing::debug!(line, "FFmpeg says");
+        line.clone_into(&mut self.last_words.lock());
+    }
+}
