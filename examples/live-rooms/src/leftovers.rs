@@ -19,6 +19,9 @@ use crate::stream::{SDP, VARIABLE};
 /// How long a process may take to end when it is killed.
 const ENDING: Duration = Duration::from_secs(10);
 
+/// How the names of folders begin that are being removed.
+const GONE: &str = ".gone-";
+
 /// The folder of a mixer's streams, one in it for each room. Several mixers may share it: then a room that
 /// moves keeps its address.
 #[derive(Debug)]
@@ -79,15 +82,21 @@ impl Media {
         if !is_id(room) || !folder.join(SDP).exists() {
             return Ok(());
         }
-        // What shows that it is ours goes last, with the folder: if this breaks off, it goes on later.
-        for entry in std::fs::read_dir(&folder)? {
+        // Away at once, whatever is still written to it; if this breaks off, the rest goes later.
+        let away = self.folder.join(format!("{GONE}{room}-{:016x}", fastrand::u64(..)));
+        gone(std::fs::rename(&folder, &away))?;
+        gone(std::fs::remove_dir_all(&away))
+    }
+
+    /// Removes what was left half removed.
+    pub fn tidy(&self) -> io::Result<()> {
+        for entry in std::fs::read_dir(&self.folder)? {
             let entry = entry?;
-            if entry.file_name() != SDP {
-                gone(std::fs::remove_file(entry.path()))?;
+            if entry.file_name().to_string_lossy().starts_with(GONE) {
+                gone(std::fs::remove_dir_all(entry.path()))?;
             }
         }
-        gone(std::fs::remove_file(folder.join(SDP)))?;
-        gone(std::fs::remove_dir(&folder))
+        Ok(())
     }
 }
 
@@ -176,6 +185,10 @@ mod tests {
             media.remove(room).unwrap();
         }
         assert!(!media.of("a").exists() && media.of("b").join("thesis.txt").exists());
+        let half = folder.path().join(".gone-a-1");
+        std::fs::create_dir_all(half.join("x")).unwrap();
+        media.tidy().unwrap();
+        assert!(!half.exists());
         drop(media);
         Media::open(folder.path(), "m1").unwrap();
     }

@@ -282,6 +282,9 @@ pub struct Heartbeat {
     pub version: String,
     /// The process, on that machine.
     pub pid: u32,
+    /// Where that number means something.
+    #[serde(default)]
+    pub machine: String,
     /// Tells this process from any other of the same id.
     #[serde(default)]
     pub run: String,

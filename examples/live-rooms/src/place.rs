@@ -148,6 +148,7 @@ mod tests {
             load: 0,
             version: "1".into(),
             pid: 1,
+            machine: String::new(),
             run: String::new(),
             leaving: false,
         };

@@ -144,7 +144,7 @@ impl Maker {
             if begun.elapsed() > WELL {
                 failures = 0;
             }
-            let wait = backoff.delay(failures);
+            let wait = backoff.delay(failures, 0.0);
             failures += 1;
             tracing::warn!(folder = %self.folder.display(), why, ?wait, "a stream broke off");
             tokio::select! {
