@@ -23,6 +23,7 @@ use vedetta::jobs::postgres::PostgresJobs;
 use vedetta::jobs::sqlite::SqliteJobs;
 use vedetta::jobs::{self, Housekeeping, Jobs, Ledger};
 use vedetta::kv::{self, Store};
+use vedetta::runtime::told::Board;
 use vedetta::runtime::{Keys, Watching};
 use vedetta::stage;
 
@@ -132,6 +133,11 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
     let control = Arc::new(fleet.clone());
     let supervisors = start_supervisors(config, &own, place.config.as_deref(), &control)?;
     let (api, watchers) = start_watchers(config, api, &store, &own)?;
+    let (board, reading) = match config.store.cluster()? {
+        Some(cluster) => Board::start(&cluster),
+        None => Board::start(&store),
+    };
+    let api = api.board(board);
     let mut serving = JoinSet::new();
     serving.spawn(dashboard::serve(http_listener, api, stop.clone()));
     serving.spawn(etcd::serve(etcd_listener, endpoint, stop.clone()));
@@ -161,6 +167,7 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
         drop(housekeeping);
         tokio::join!(
             stop_watchers(watchers, config.shutdown.grace),
+            reading.stop(),
             stop_workers(workers, workers_stop),
             stop_supervisors(supervisors, config.shutdown.grace),
         );

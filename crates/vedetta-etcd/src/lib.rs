@@ -10,12 +10,14 @@ mod authority;
 mod guard;
 mod serve;
 mod source;
+mod tell;
 mod upload;
 mod v2;
 mod v3;
 
 pub use serve::{Endpoint, Limits, serve};
 pub use source::{BadEndpoint, Cluster, ClusterFeed, Is, Lease, Write, WriteError, Written};
+pub use tell::{Telling, tell};
 pub use vedetta_kv::LeaseId;
 pub use vedetta_net::tls::{ClientTls, Tls, TlsError, TlsFiles};
 

@@ -134,7 +134,7 @@ impl Keeper {
             match self.cluster.keep_alive(self.id.get(), limit).await {
                 Ok(left) => return left.map(|left| asked + left),
                 Err(error) => {
-                    tracing::debug!(lease = %self.id, %error, "a lease waits for an answer")
+                    tracing::debug!(lease = %self.id, %error, "a lease waits for an answer");
                 }
             }
             sleep(PAUSE.min(limit)).await;
