@@ -82,11 +82,15 @@ fn router(app: App) -> Router {
         .route("/januses", get(async |app: State<App>| list_modules(&app, Kind::Janus)))
         .route(
             "/mixers/{id}/{mark}",
-            post(async |app: State<App>, at: Path<(String, String)>| mark(&app, Kind::Mixer, &at).await),
+            post(async |app: State<App>, at: Path<(String, String)>| {
+                mark(&app, Kind::Mixer, &at).await
+            }),
         )
         .route(
             "/januses/{id}/{mark}",
-            post(async |app: State<App>, at: Path<(String, String)>| mark(&app, Kind::Janus, &at).await),
+            post(async |app: State<App>, at: Path<(String, String)>| {
+                mark(&app, Kind::Janus, &at).await
+            }),
         )
         .layer(DefaultBodyLimit::max(BODY))
         .layer(middleware::from_fn(guard))
@@ -97,9 +101,13 @@ fn router(app: App) -> Router {
 async fn guard(request: Request, next: Next) -> Result<Response, ApiError> {
     let headers = request.headers();
     if !is_ours(headers) {
-        return Err(ApiError::new(StatusCode::FORBIDDEN, "only from this machine, by its own name"));
+        return Err(ApiError::new(
+            StatusCode::FORBIDDEN,
+            "only from this machine, by its own name",
+        ));
     }
-    let late = || ApiError::new(StatusCode::GATEWAY_TIMEOUT, "it took too long; it may be done yet");
+    let late =
+        || ApiError::new(StatusCode::GATEWAY_TIMEOUT, "it took too long; it may be done yet");
     tokio::time::timeout(PATIENCE, next.run(request)).await.map_err(|_| late())
 }
 
@@ -178,8 +186,8 @@ impl App {
         if !is_id(id) {
             return Err(ApiError::no_such("room", id));
         }
-        let mut refused = None;
-        let changed = update(&self.store, &room_key(id, "livemeta"), |meta: Option<LiveMeta>| {
+        let (key, mut refused) = (room_key(id, "livemeta"), None);
+        let changed = update(&self.store, &key, |meta: Option<LiveMeta>| {
             match meta.ok_or_else(|| ApiError::no_such("room", id)).and_then(&change) {
                 Ok(meta) => Some(meta),
                 Err(error) => {
@@ -223,9 +231,8 @@ async fn create(
         let full = format!("there are {MOST_ROOMS} rooms: remove some");
         return Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, full));
     }
-    let create = |there: Option<LiveMeta>| {
-        there.is_none().then(|| LiveMeta::new(title.clone(), now()))
-    };
+    let create =
+        |there: Option<LiveMeta>| there.is_none().then(|| LiveMeta::new(title.clone(), now()));
     let created = update(&app.store, &room_key(&id, "livemeta"), create).await?;
     let Some((meta, written)) = created else {
         return Err(ApiError::new(StatusCode::CONFLICT, format!("there is a room {id}")));
@@ -267,7 +274,10 @@ async fn start(State(app): State<App>, Path(id): Path<String>) -> Result<Json<Va
     started.await.map(Json)
 }
 
-async fn stop_room(State(app): State<App>, Path(id): Path<String>) -> Result<Json<Value>, ApiError> {
+async fn stop_room(
+    State(app): State<App>,
+    Path(id): Path<String>,
+) -> Result<Json<Value>, ApiError> {
     let stopped = app.change(&id, |meta| {
         let mut meta = not_removing(meta)?;
         // It may be started again, by any mixer.
@@ -301,9 +311,9 @@ fn list_modules(app: &App, kind: Kind) -> Json<Value> {
     let all = app.table.of(kind).all();
     let mut modules: Vec<_> = all.iter().map(|(id, module)| (id.to_string(), module)).collect();
     modules.sort_unstable_by(|(a, _), (b, _)| a.cmp(b));
-    let shown = modules.iter().map(|(id, module)| {
-        show_module(id, module, loads.get(id.as_str()).copied().unwrap_or(0))
-    });
+    let shown = modules
+        .iter()
+        .map(|(id, module)| show_module(id, module, loads.get(id.as_str()).copied().unwrap_or(0)));
     Json(json!({ (&kind.prefix()[1..kind.prefix().len() - 1]): shown.collect::<Vec<_>>() }))
 }
 

@@ -21,7 +21,7 @@ use parking_lot::Mutex;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use vedetta::core::explain;
-use vedetta::etcd::Cluster;
+use vedetta::etcd::{Cluster, tell};
 use vedetta::runtime::watcher::{BoxError, Id, Wanted};
 use vedetta::runtime::{Next, Reconcile, Watcher, Watching};
 
@@ -98,7 +98,8 @@ pub async fn run(store: Cluster, args: Args, stop: CancellationToken) -> anyhow:
         .key_types(["livemeta", "mixer", "janus"])
         .timeout(Some(Duration::from_secs(60)))
         .resync_every(RESYNC)
-        .start(store, Rooms(Arc::clone(&manager)));
+        .start(store.clone(), Rooms(Arc::clone(&manager)));
+    let telling = tell(&store, &format!("janus-{}", args.id), watching.handle());
     watching.ready(START).await.context("cannot compare Janus with the store")?;
     println!("janus {} ready, pid {}", args.id, std::process::id());
 
@@ -111,6 +112,7 @@ pub async fn run(store: Cluster, args: Args, stop: CancellationToken) -> anyhow:
         manager.voice.leaving();
         manager.drained(&watching, Duration::from_secs(args.drain)).await;
     }
+    telling.end().await;
     watching.stop(GRACE).await;
     presence.leave().await;
     taken.map_or(Ok(()), |taken| Err(taken.into()))
@@ -152,7 +154,8 @@ impl Manager {
                     sleep(Duration::from_millis(200)).await;
                 }
                 Err(error) => {
-                    return Err(error).context(format!("cannot use Janus (see --admin, {SECRET}, {KEY})"));
+                    return Err(error)
+                        .context(format!("cannot use Janus (see --admin, {SECRET}, {KEY})"));
                 }
             }
         }
@@ -191,7 +194,8 @@ impl Manager {
             self.voice.load(listed.len());
             // What was begun or ended while we looked is neither missing nor too much.
             let after = settled();
-            let missing = before.intersection(&after).filter(|room| !listed.contains(*room)).count();
+            let missing =
+                before.intersection(&after).filter(|room| !listed.contains(*room)).count();
             if missing > 0 || std::mem::take(&mut is_away) {
                 tracing::warn!(missing, "Janus may have been restarted: looking at every room");
                 watching.resync().await;

@@ -43,7 +43,9 @@ impl Media {
         lock.try_lock().map_err(|error| match error {
             std::fs::TryLockError::WouldBlock => {
                 let folder = folder.display();
-                anyhow::anyhow!("a mixer {id} already runs on {folder}: stop it, or choose another --id")
+                anyhow::anyhow!(
+                    "a mixer {id} already runs on {folder}: stop it, or choose another --id"
+                )
             }
             std::fs::TryLockError::Error(error) => error.into(),
         })?;
@@ -116,7 +118,8 @@ pub fn kill_leftovers(owner: &OsStr) -> io::Result<usize> {
         let mut is_clean = true;
         for entry in std::fs::read_dir("/proc")? {
             let name = entry?.file_name();
-            let Some(pid) = name.to_str().and_then(|name| name.parse().ok()).and_then(Pid::from_raw)
+            let Some(pid) =
+                name.to_str().and_then(|name| name.parse().ok()).and_then(Pid::from_raw)
             else {
                 continue;
             };

@@ -78,7 +78,8 @@ struct Times {
 
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
-    let filter = EnvFilter::try_from_env("LIVE_ROOMS_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    let filter =
+        EnvFilter::try_from_env("LIVE_ROOMS_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
     let args = Args::parse();
     let filter = match args.command {
         // It tells what happens by itself.

@@ -18,7 +18,7 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use vedetta::core::explain;
-use vedetta::etcd::Cluster;
+use vedetta::etcd::{Cluster, tell};
 use vedetta::runtime::watcher::{BoxError, Id, Wanted};
 use vedetta::runtime::{Next, Reconcile, Watcher, Watching};
 
@@ -88,8 +88,7 @@ pub async fn run(store: Cluster, args: Args, stop: CancellationToken) -> anyhow:
         mark_ready(&store, Kind::Mixer, &args.id).await.context("cannot mark it as ready")?;
     }
     let pool = Pool::new(args.host, args.ports);
-    let making =
-        Making { ffmpeg, owner: media.owner(), host: args.host, pool, codec: args.codec };
+    let making = Making { ffmpeg, owner: media.owner(), host: args.host, pool, codec: args.codec };
     let mixer = Arc::new(Mixer {
         me: args.id.clone(),
         store: store.clone(),
@@ -101,7 +100,8 @@ pub async fn run(store: Cluster, args: Args, stop: CancellationToken) -> anyhow:
     let watching = Watcher::new(ROOMS)
         .key_types(["livemeta", "mixer"])
         .resync_every(RESYNC)
-        .start(store, Rooms(Arc::clone(&mixer)));
+        .start(store.clone(), Rooms(Arc::clone(&mixer)));
+    let telling = tell(&store, &format!("mixer-{}", args.id), watching.handle());
     watching.ready(START).await.context("cannot read the rooms from the store")?;
     println!("mixer {} ready, pid {}", args.id, std::process::id());
 
@@ -113,6 +113,7 @@ pub async fn run(store: Cluster, args: Args, stop: CancellationToken) -> anyhow:
         mixer.voice.leaving();
         mixer.drained(&watching, Duration::from_secs(args.drain)).await;
     }
+    telling.end().await;
     watching.stop(GRACE).await;
     mixer.end().await;
     presence.leave().await;
@@ -248,7 +249,8 @@ impl Reconcile for Rooms {
             mixer.end_stream(&room).await;
         }
         let media = Arc::clone(&mixer.media);
-        let folders = tokio::task::spawn_blocking(move || media.tidy().and_then(|()| media.rooms()));
+        let folders =
+            tokio::task::spawn_blocking(move || media.tidy().and_then(|()| media.rooms()));
         for room in folders.await?? {
             if !wanted.contains(room.as_bytes()) {
                 remove_folder(mixer, &room).await?;

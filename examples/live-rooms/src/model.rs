@@ -352,7 +352,8 @@ mod tests {
 
     #[test]
     fn the_values_are_written_as_everybody_reads_them() {
-        let text = r#"{"status":"onair","mixerId":"m1","janusId":null,"generation":3,"createdAt":5}"#;
+        let text =
+            r#"{"status":"onair","mixerId":"m1","janusId":null,"generation":3,"createdAt":5}"#;
         let meta: LiveMeta = serde_json::from_str(text).unwrap();
         assert_eq!(serde_json::to_string(&meta).unwrap(), text);
         assert_eq!((meta.status, meta.mixer_id.as_deref()), (Status::OnAir, Some("m1")));

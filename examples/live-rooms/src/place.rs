@@ -57,7 +57,8 @@ pub fn decide(room: &Room, now: u64, modules: &impl Modules, rules: &Rules) -> D
     };
     let Some(meta) = &room.meta else {
         // What is left of one that is gone. Who lives takes care of it.
-        let dead = [Kind::Mixer, Kind::Janus].into_iter().filter(|kind| holds(*kind) == Some(false));
+        let dead =
+            [Kind::Mixer, Kind::Janus].into_iter().filter(|kind| holds(*kind) == Some(false));
         let dead: Vec<Kind> = dead.collect();
         return if dead.is_empty() { Decision::Rest(None) } else { Decision::Forget(dead) };
     };

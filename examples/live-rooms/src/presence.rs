@@ -197,7 +197,8 @@ impl Keeper {
             }
         };
         let value = json(beat);
-        let write = Write::new().when(key.clone(), is).put_leased(key.clone(), value.clone(), &lease);
+        let write =
+            Write::new().when(key.clone(), is).put_leased(key.clone(), value.clone(), &lease);
         match self.store.write(write).await?.done {
             true => Ok((lease, Claim::Ours(value))),
             false => Err(StoreError::Busy(key)),
@@ -230,9 +231,11 @@ impl Keeper {
             if next == value {
                 continue;
             }
-            let write = Write::new()
-                .when(key.clone(), Is::Value(value.clone().into()))
-                .put_leased(key.clone(), next.clone(), &lease);
+            let write = Write::new().when(key.clone(), Is::Value(value.clone().into())).put_leased(
+                key.clone(),
+                next.clone(),
+                &lease,
+            );
             match self.store.write(write).await {
                 Ok(written) if written.done => value = next,
                 Ok(_) => return,

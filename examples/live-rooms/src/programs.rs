@@ -11,6 +11,8 @@ pub fn find(name: &str) -> anyhow::Result<PathBuf> {
         path.metadata().is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)
     };
     found.into_iter().find(is_program).ok_or_else(|| {
-        anyhow::anyhow!("there is no {name} here: `apt-get install --no-install-recommends janus ffmpeg`")
+        anyhow::anyhow!(
+            "there is no {name} here: `apt-get install --no-install-recommends janus ffmpeg`"
+        )
     })
 }

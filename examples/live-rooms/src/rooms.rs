@@ -18,7 +18,7 @@ use anyhow::Context as _;
 use tokio::net::TcpListener;
 use tokio::sync::{Mutex, Notify};
 use tokio_util::sync::CancellationToken;
-use vedetta::etcd::{Cluster, Is, Write};
+use vedetta::etcd::{Cluster, Is, Write, tell};
 use vedetta::runtime::watcher::{BoxError, Id};
 use vedetta::runtime::{Next, Reconcile, Watcher, Watching};
 
@@ -63,6 +63,11 @@ pub async fn run(
         .resync_every(Duration::from_secs(60));
     let rooms = Arc::new(watcher.start(store.clone(), keeper));
     rooms.ready(START).await.context("cannot read the rooms from the store")?;
+    let telling = [
+        tell(&store, "rooms", rooms.handle()),
+        tell(&store, "mixers", table.mixers.handle()),
+        tell(&store, "januses", table.januses.handle()),
+    ];
     println!("rooms listening on http://{}", listener.local_addr()?);
     let follow_modules = async {
         loop {
@@ -74,6 +79,9 @@ pub async fn run(
     tokio::select! {
         served = api::serve(listener, app, stop.clone(), GRACE) => served?,
         () = follow_modules => {}
+    }
+    for telling in telling {
+        telling.end().await;
     }
     if let Some(rooms) = Arc::into_inner(rooms) {
         rooms.stop(GRACE).await;
@@ -99,9 +107,9 @@ impl Table {
     /// The module of this kind that should get the next room.
     fn pick(&self, kind: Kind, rooms: &[Room]) -> Option<String> {
         let all = self.of(kind).all();
-        let modules = all.iter().filter_map(|(id, module)| {
-            Some((str::from_utf8(id.as_bytes()).ok()?, &**module))
-        });
+        let modules = all
+            .iter()
+            .filter_map(|(id, module)| Some((str::from_utf8(id.as_bytes()).ok()?, &**module)));
         pick(modules, &loads(rooms, kind), |n| fastrand::usize(..n)).map(str::to_owned)
     }
 

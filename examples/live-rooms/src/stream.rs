@@ -308,3 +308,169 @@ impl Watch for Fed {
         line.clone_into(&mut self.last_words.lock());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::process::Stdio;
+
+    use super::*;
+    use crate::ports::Ports;
+    use crate::programs::find;
+
+    const HOST: Ipv4Addr = Ipv4Addr::LOCALHOST;
+
+    /// Tells a test the ports.
+    struct Told(watch::Sender<Vec<u16>>);
+
+    impl Announce for Told {
+        async fn announce(&self, port: u16) {
+            self.0.send_modify(|ports| ports.push(port));
+        }
+    }
+
+    struct Given {
+        folder: tempfile::TempDir,
+        pool: Pool,
+        stream: Stream,
+        ports: watch::Receiver<Vec<u16>>,
+        owner: OsString,
+    }
+
+    fn given(codec: Codec) -> Given {
+        let folder = tempfile::tempdir().unwrap();
+        let first = 12_000 + fastrand::u16(..200) * 40;
+        let ports: Ports = format!("{first}-{}", first + 39).parse().unwrap();
+        let pool = Pool::new(HOST, ports);
+        let owner = OsString::from(format!("stream-test-{:016x}", fastrand::u64(..)));
+        let ffmpeg = find("ffmpeg").unwrap();
+        let making = Making { ffmpeg, owner: owner.clone(), host: HOST, pool: pool.clone(), codec };
+        let (told, ports) = watch::channel(Vec::new());
+        let stream = Stream::start(making, folder.path().join("a%d room"), Told(told));
+        Given { folder, pool, stream, ports, owner }
+    }
+
+    impl Given {
+        async fn port(&mut self, number: usize) -> u16 {
+            let told = self.ports.wait_for(|ports| ports.len() > number);
+            testing::soon("a port", told).await.unwrap()[number]
+        }
+
+        async fn segment(&self) -> PathBuf {
+            let folder = self.folder.path().join("a%d room");
+            let segment = async {
+                loop {
+                    let list = std::fs::read_to_string(folder.join(PLAYLIST)).unwrap_or_default();
+                    if let Some(name) = list.lines().find(|line| line.ends_with(".ts")) {
+                        return folder.join(name);
+                    }
+                    sleep(Duration::from_millis(20)).await;
+                }
+            };
+            testing::soon("a segment", segment).await
+        }
+    }
+
+    /// Sends a tone as Janus would, until it is dropped.
+    fn send(hertz: u32, port: u16) -> tokio::process::Child {
+        let source = format!("sine=frequency={hertz}:sample_rate=48000");
+        tokio::process::Command::new("ffmpeg")
+            .args([
+                "-v", "error", "-re", "-f", "lavfi", "-i", &source, "-ac", "2", "-c:a", "libopus",
+            ])
+            .args(["-frame_duration", "20", "-payload_type", "100", "-f", "rtp"])
+            .arg(format!("rtp://127.0.0.1:{port}"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .kill_on_drop(true)
+            .spawn()
+            .unwrap()
+    }
+
+    /// How loud a file is around a frequency, by FFmpeg's own measure, in decibels.
+    async fn loudness(file: &Path, hertz: u32) -> f64 {
+        let filter = format!("bandpass=f={hertz}:width_type=h:w=50,volumedetect");
+        let measured = tokio::process::Command::new("ffmpeg")
+            .args(["-nostdin", "-hide_banner", "-nostats", "-i"])
+            .arg(file)
+            .args(["-af", &filter, "-f", "null", "-"])
+            .output()
+            .await
+            .unwrap();
+        let said = String::from_utf8_lossy(&measured.stderr).into_owned();
+        let mean = said.lines().find_map(|line| line.split_once("mean_volume: "));
+        mean.and_then(|(_, mean)| mean.split(' ').next()?.parse().ok()).expect(&said)
+    }
+
+    fn is_running(owner: &OsString) -> bool {
+        let mark = format!("{VARIABLE}={}", owner.display());
+        let processes = std::fs::read_dir("/proc").unwrap().flatten();
+        processes.into_iter().any(|process| {
+            let environment = std::fs::read(process.path().join("environ")).unwrap_or_default();
+            environment.split(|byte| *byte == 0).any(|variable| variable == mark.as_bytes())
+        })
+    }
+
+    #[tokio::test]
+    async fn a_tone_that_is_sent_is_in_the_stream_and_a_stop_leaves_nothing() {
+        for codec in [Codec::Aac, Codec::Copy] {
+            let mut given = given(codec);
+            let port = given.port(0).await;
+            let _tone = send(440, port);
+            let segment = given.segment().await;
+            let (tone, other) = (loudness(&segment, 440).await, loudness(&segment, 2500).await);
+            assert!(tone > -35.0 && other < -45.0, "{codec:?}: {tone} dB, {other} dB");
+            assert!(is_running(&given.owner));
+            testing::soon("the stop", given.stream.stop()).await;
+            assert!(!is_running(&given.owner) && given.pool.lent() == 0, "{codec:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn an_ffmpeg_that_ends_is_begun_again_on_another_port_and_the_stream_goes_on() {
+        let mut given = given(Codec::Aac);
+        let first = given.port(0).await;
+        let tone = send(440, first);
+        given.segment().await;
+        let owner = given.owner.clone();
+        let killed = tokio::task::spawn_blocking(move || crate::leftovers::kill_leftovers(&owner));
+        let second = given.port(1).await;
+        // The new one may have been found, too, and is begun once more.
+        drop(tone);
+        assert!(killed.await.unwrap().is_ok());
+        assert_ne!(first, second);
+        let _tone = send(440, given.stream.port().unwrap_or(second));
+        testing::soon("the stop", given.stream.stop()).await;
+        assert_eq!(given.pool.lent(), 0);
+    }
+
+    #[tokio::test]
+    async fn a_stop_before_the_first_packet_and_after_the_last_leaves_nothing() {
+        let mut given = given(Codec::Aac);
+        let port = given.port(0).await;
+        let tone = send(440, port);
+        given.segment().await;
+        drop(tone); // it now waits for a packet, and does not hear the first signal
+        testing::soon("the stop", given.stream.stop()).await;
+        assert!(!is_running(&given.owner) && given.pool.lent() == 0);
+
+        let mut given = self::given(Codec::Aac);
+        given.port(0).await;
+        testing::soon("the stop", given.stream.stop()).await;
+        assert!(!is_running(&given.owner) && given.pool.lent() == 0);
+    }
+
+    #[tokio::test]
+    async fn what_is_no_longer_fed_is_begun_again_elsewhere() {
+        let mut given = given(Codec::Aac);
+        let first = given.port(0).await;
+        let tone = send(440, first);
+        given.segment().await;
+        drop(tone);
+        let second = given.port(1).await;
+        assert_ne!(first, second);
+        let _tone = send(440, second);
+        given.segment().await;
+        testing::soon("the stop", given.stream.stop()).await;
+        assert!(!is_running(&given.owner) && given.pool.lent() == 0);
+    }
+}
