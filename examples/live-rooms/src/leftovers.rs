@@ -37,6 +37,8 @@ impl Media {
     pub fn open(folder: &Path, id: &str) -> anyhow::Result<Self> {
         let made = std::fs::create_dir_all(folder).and_then(|()| folder.canonicalize());
         let folder = made.with_context(|| format!("cannot make {}", folder.display()))?;
+        let is_plain = folder.to_str().is_some_and(|path| !path.contains('%'));
+        anyhow::ensure!(is_plain, "FFmpeg cannot write to {}: it has a %", folder.display());
         let path = folder.join(format!(".{id}.lock"));
         let opened = File::options().write(true).create(true).truncate(false).open(&path);
         let lock = opened.with_context(|| format!("cannot open {}", path.display()))?;

@@ -222,7 +222,7 @@ impl Maker {
              -hls_flags delete_segments+append_list+omit_endlist+program_date_time+temp_file \
              -hls_segment_filename",
         ));
-        arguments.push(pattern(&self.folder, self.generation));
+        arguments.push(self.folder.join(format!("seg_{}_%05d.ts", self.generation)).into());
         arguments.push(self.folder.join(PLAYLIST).into());
         Command::new(self.making.ffmpeg.clone().into_os_string(), arguments, LONGEST)
             .variable(VARIABLE, &self.making.owner)
@@ -231,12 +231,6 @@ impl Maker {
 
 fn words(text: &str) -> Vec<OsString> {
     text.split_whitespace().map(Into::into).collect()
-}
-
-/// How segments are called. In a folder's own name a `%` means itself.
-fn pattern(folder: &Path, generation: u64) -> OsString {
-    let folder = folder.to_string_lossy().replace('%', "%%");
-    format!("{folder}/seg_{generation}_%05d.ts").into()
 }
 
 /// What FFmpeg is told of the packets that come.
@@ -359,7 +353,7 @@ mod tests {
         let ffmpeg = find("ffmpeg").unwrap();
         let making = Making { ffmpeg, owner: owner.clone(), host: HOST, pool: pool.clone(), codec };
         let (told, ports) = watch::channel(Vec::new());
-        let stream = Stream::start(making, folder.path().join("a%d room"), 7, Told(told));
+        let stream = Stream::start(making, folder.path().join("a room"), 7, Told(told));
         Given { folder, pool, stream, ports, owner }
     }
 
@@ -370,7 +364,7 @@ mod tests {
         }
 
         async fn segment(&self) -> PathBuf {
-            let folder = self.folder.path().join("a%d room");
+            let folder = self.folder.path().join("a room");
             let segment = async {
                 loop {
                     let list = std::fs::read_to_string(folder.join(PLAYLIST)).unwrap_or_default();
