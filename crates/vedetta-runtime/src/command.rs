@@ -137,7 +137,7 @@ impl Command {
     ///
     /// Cancel safety: a dropped future kills the command and all that it started.
     pub async fn run(&self, input: &[u8]) -> Result<(), CommandError> {
-        self.execute(input, None, None::<Stop<'_, Ready<()>>>).await.map(drop)
+        self.execute(input, None, None::<Ready<&[Duration]>>).await.map(drop)
     }
 
     /// The same, and `watch` is told what it says meanwhile. On stdout these lines mean something, alone or
@@ -154,29 +154,28 @@ impl Command {
         input: &[u8],
         watch: &dyn Watch,
     ) -> Result<Option<Box<RawValue>>, CommandError> {
-        self.execute(input, Some(watch), None::<Stop<'_, Ready<()>>>).await
+        self.execute(input, Some(watch), None::<Ready<&[Duration]>>).await
     }
 
     /// The same for what runs until it is told to end. When `stop` is there, it and all of its process group
-    /// get SIGTERM, once before each of `waits`; what is left after the last is killed. Once it was asked,
-    /// any end is a good one.
+    /// get SIGTERM, once before each of the waits that `stop` says; what is left after the last is killed. Once
+    /// it was asked, any end is a good one.
     ///
     /// Cancel safety: a dropped future kills the command and all that it started.
-    pub async fn run_until(
+    pub async fn run_until<'a>(
         &self,
         input: &[u8],
         watch: &dyn Watch,
-        stop: impl Future<Output = ()> + Send,
-        waits: &[Duration],
+        stop: impl Future<Output = &'a [Duration]> + Send,
     ) -> Result<Option<Box<RawValue>>, CommandError> {
-        self.execute(input, Some(watch), Some(Stop { when: stop, waits })).await
+        self.execute(input, Some(watch), Some(stop)).await
     }
 
-    async fn execute(
+    async fn execute<'a>(
         &self,
         input: &[u8],
         watch: Option<&dyn Watch>,
-        stop: Option<Stop<'_, impl Future<Output = ()> + Send>>,
+        stop: Option<impl Future<Output = &'a [Duration]> + Send>,
     ) -> Result<Option<Box<RawValue>>, CommandError> {
         let guarded = guard::ids().map_err(CommandError::Guard)?;
         let child = tokio::process::Command::new(&self.program)
@@ -209,9 +208,9 @@ impl Command {
             };
             let ask = async {
                 let Some(stop) = stop else { return pending().await };
-                stop.when.await;
+                let waits = stop.await;
                 is_asked = true;
-                for wait in stop.waits {
+                for wait in waits {
                     signal(pid, Signal::TERM);
                     tokio::time::sleep(*wait).await;
                 }
@@ -250,12 +249,6 @@ impl Command {
             Err(_) => Err(CommandError::Timeout { limit: self.limit, stderr }),
         }
     }
-}
-
-/// When a command is to end, and how long it has after each time that it is asked.
-struct Stop<'a, F> {
-    when: F,
-    waits: &'a [Duration],
 }
 
 /// A command and all it started, as long as it has not been waited for: until then its number is not
@@ -448,19 +441,25 @@ mod tests {
         let script = "n=0; trap 'n=$((n+1)); [ $n = 2 ] && echo bye >&2 && exit 5' TERM; \
                       echo here >&2; while :; do sleep 0.01; done";
         let told = Told::default();
-        let stop = until("start", || begun(&told));
-        shell(script).run_until(b"", &told, stop, &waits).await.unwrap();
+        let stop = async {
+            until("start", || begun(&told)).await;
+            &waits[..]
+        };
+        shell(script).run_until(b"", &told, stop).await.unwrap();
         assert_eq!(*told.log.lock(), ["here", "bye"]);
 
         let told = Told::default();
         let deaf = shell("trap '' TERM; sleep 600 & echo $! >&2; wait; sleep 600");
-        let stop = until("start", || begun(&told));
-        deaf.run_until(b"", &told, stop, &waits[..1]).await.unwrap();
+        let stop = async {
+            until("start", || begun(&told)).await;
+            &waits[..1]
+        };
+        deaf.run_until(b"", &told, stop).await.unwrap();
         let pid = told.log.lock()[0].clone();
         until("end of the child", || !alive(&pid)).await;
 
         // One that ends by itself is as good or bad as ever.
-        let error = shell("exit 3").run_until(b"", &told, pending(), &waits).await.unwrap_err();
+        let error = shell("exit 3").run_until(b"", &told, pending()).await.unwrap_err();
         assert_eq!(error.to_string(), "it ended with exit code 3");
     }
 

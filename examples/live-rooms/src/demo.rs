@@ -425,7 +425,11 @@ impl Process {
     async fn keep(self, saying: mpsc::Sender<(String, String)>, stop: CancellationToken) {
         let heard = Heard { name: self.name.clone(), saying };
         while !stop.is_cancelled() {
-            let ended = self.command.run_until(b"", &heard, stop.cancelled(), &STOP).await;
+            let end = async {
+                stop.cancelled().await;
+                &STOP[..]
+            };
+            let ended = self.command.run_until(b"", &heard, end).await;
             if stop.is_cancelled() {
                 return;
             }
@@ -457,7 +461,9 @@ impl Watch for Heard {
     }
 
     fn log(&self, line: &str) {
-        eprintln!("{:>14} │ {line}", self.name);
+        // Without the time, and where in the code it is.
+        let news = line.split_once("live_rooms::").and_then(|(_, news)| news.split_once(": "));
+        eprintln!("{:>14} │ {}", self.name, news.map_or(line, |(_, news)| news));
     }
 }
 

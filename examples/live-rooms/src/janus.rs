@@ -173,7 +173,8 @@ impl Manager {
                 let settled = rooms.iter().filter(|(_, is_settled)| **is_settled);
                 settled.map(|(room, _)| room.clone()).collect::<HashSet<_>>()
             };
-            let (known, before) = (self.rooms.lock().clone(), settled());
+            let known = self.rooms.lock().clone();
+            let before = settled();
             let listed = match self.listed().await {
                 Ok(listed) => listed,
                 Err(error) => {

@@ -8,6 +8,7 @@
 //! … -- janus --store etcd://127.0.0.1:2379 --id j1 --ready      with JANUS_ADMIN_SECRET, JANUS_ADMIN_KEY
 //! ```
 
+use std::io::IsTerminal as _;
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -86,7 +87,9 @@ async fn main() -> anyhow::Result<()> {
         Command::Demo(_) if std::env::var_os("LIVE_ROOMS_LOG").is_none() => EnvFilter::new("warn"),
         _ => filter,
     };
-    tracing_subscriber::fmt().with_writer(std::io::stderr).with_env_filter(filter).init();
+    let is_terminal = std::io::stderr().is_terminal();
+    let logs = tracing_subscriber::fmt().with_writer(std::io::stderr).with_ansi(is_terminal);
+    logs.with_env_filter(filter).init();
     let (stop, now) = (CancellationToken::new(), CancellationToken::new());
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;

@@ -154,7 +154,7 @@ impl Mixer {
     fn begin(self: &Arc<Self>, room: &str, generation: u64) {
         tracing::info!(room, generation, "on air here");
         let announcer = Announcer { mixer: Arc::clone(self), room: room.to_owned(), generation };
-        let stream = Stream::start(self.making.clone(), self.media.of(room), announcer);
+        let stream = Stream::start(self.making.clone(), self.media.of(room), generation, announcer);
         let running = Arc::new(Running { stream, generation });
         self.streams.lock().insert(room.to_owned(), running);
         self.tell_load();
@@ -267,7 +267,10 @@ impl Reconcile for Rooms {
             return Ok(Next::Done);
         };
         if let Some(meta) = room.and_then(|room| room.run_by(Kind::Mixer, &mixer.me)) {
-            let Some(running) = mixer.stream(id) else {
+            let running = mixer.stream(id).filter(|running| running.generation == meta.generation);
+            let Some(running) = running else {
+                // Another assignment is another port: what was sent for the former one may go on for a while.
+                mixer.end_stream(id).await;
                 mixer.begin(id, meta.generation);
                 return Ok(Next::Done);
             };

@@ -193,11 +193,13 @@ impl Room {
         self.meta.as_ref().is_none_or(|meta| meta.status == Status::Removing)
     }
 
-    /// Where the RTP of the room should go: to the mixer that it is assigned to, and to no other that may
-    /// still think it was.
+    /// Where the RTP of the room should go: to where its mixer takes it for this assignment. Whoever had the
+    /// room before may still listen or send, at another port.
     pub fn target(&self) -> Option<&MixerAt> {
         let meta = self.meta.as_ref()?;
-        self.mixer.as_ref().filter(|mixer| meta.is_run_by(Kind::Mixer, &mixer.mixer_id))
+        let is_now = |mixer: &&MixerAt| mixer.generation == meta.generation;
+        let mixer = self.mixer.as_ref().filter(is_now)?;
+        meta.is_run_by(Kind::Mixer, &mixer.mixer_id).then_some(mixer)
     }
 }
 
@@ -400,6 +402,12 @@ mod tests {
         assert_eq!(room.target(), None);
         room.mixer = Some(at("b"));
         assert_eq!(room.target(), Some(&at("b")));
+        // In another Janus: that the former one still sends to this port must not be heard.
+        let meta = room.meta.take().map(|meta| meta.assign(Kind::Janus, "j"));
+        room.meta = meta;
+        assert_eq!(room.target(), None);
+        room.mixer = Some(MixerAt { generation: 2, ..at("b") });
+        assert!(room.target().is_some());
         room.meta.as_mut().unwrap().status = Status::Stopped;
         assert_eq!(room.target(), None);
     }

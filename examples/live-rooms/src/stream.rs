@@ -83,11 +83,17 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// Begins it, in this folder, which is there.
-    pub fn start(making: Making, folder: PathBuf, announce: impl Announce) -> Self {
+    /// Begins it in this folder. What it writes is called after the assignment, so that whoever had the
+    /// room before and has not noticed yet does not write into it.
+    pub fn start(
+        making: Making,
+        folder: PathBuf,
+        generation: u64,
+        announce: impl Announce,
+    ) -> Self {
         let (stop, again) = (CancellationToken::new(), Arc::new(Notify::new()));
         let (told, port) = watch::channel(None);
-        let maker = Maker { making, folder, port: told, again: Arc::clone(&again) };
+        let maker = Maker { making, folder, generation, port: told, again: Arc::clone(&again) };
         let task = tokio::spawn(maker.run(announce, stop.clone())).into();
         Self { stop, again, port, task }
     }
@@ -122,6 +128,7 @@ impl Drop for Stream {
 struct Maker {
     making: Making,
     folder: PathBuf,
+    generation: u64,
     port: watch::Sender<Option<u16>>,
     again: Arc<Notify>,
 }
@@ -171,9 +178,11 @@ impl Maker {
                 () = stop.cancelled() => {}
                 () = fed.stalls() => *stalled.lock() = true,
             }
+            // One that has got nothing would write an empty segment.
+            if fed.reached().is_some() { &STOP[..] } else { &[] }
         };
         let command = self.command();
-        let run = command.run_until(b"", &fed, end, &STOP);
+        let run = command.run_until(b"", &fed, end);
         self.port.send_replace(Some(port.number()));
         let tell = async {
             loop {
@@ -187,7 +196,7 @@ impl Maker {
         };
         match ended {
             _ if stop.is_cancelled() => Ok(()),
-            Ok(_) if *stalled.lock() => Err(format!("no packets came for {STALLED:?}")),
+            Ok(_) if *stalled.lock() => Err("no packets came for too long".to_owned()),
             Ok(_) => Err(format!("FFmpeg ended by itself{}", fed.last_words())),
             Err(error) => Err(explain(&error)),
         }
@@ -213,7 +222,7 @@ impl Maker {
              -hls_flags delete_segments+append_list+omit_endlist+program_date_time+temp_file \
              -hls_segment_filename",
         ));
-        arguments.push(pattern(&self.folder));
+        arguments.push(pattern(&self.folder, self.generation));
         arguments.push(self.folder.join(PLAYLIST).into());
         Command::new(self.making.ffmpeg.clone().into_os_string(), arguments, LONGEST)
             .variable(VARIABLE, &self.making.owner)
@@ -225,9 +234,9 @@ fn words(text: &str) -> Vec<OsString> {
 }
 
 /// How segments are called. In a folder's own name a `%` means itself.
-fn pattern(folder: &Path) -> OsString {
+fn pattern(folder: &Path, generation: u64) -> OsString {
     let folder = folder.to_string_lossy().replace('%', "%%");
-    format!("{folder}/seg_%05d.ts").into()
+    format!("{folder}/seg_{generation}_%05d.ts").into()
 }
 
 /// What FFmpeg is told of the packets that come.
@@ -278,6 +287,11 @@ impl Fed {
                 changed = at.changed() => if changed.is_err() { return },
             }
         }
+    }
+
+    /// How far it is; nothing if no packet came.
+    fn reached(&self) -> Option<i64> {
+        self.at.borrow().0
     }
 
     fn last_words(&self) -> String {
@@ -345,7 +359,7 @@ mod tests {
         let ffmpeg = find("ffmpeg").unwrap();
         let making = Making { ffmpeg, owner: owner.clone(), host: HOST, pool: pool.clone(), codec };
         let (told, ports) = watch::channel(Vec::new());
-        let stream = Stream::start(making, folder.path().join("a%d room"), Told(told));
+        let stream = Stream::start(making, folder.path().join("a%d room"), 7, Told(told));
         Given { folder, pool, stream, ports, owner }
     }
 
