@@ -23,7 +23,7 @@ use vedetta::jobs::postgres::PostgresJobs;
 use vedetta::jobs::sqlite::SqliteJobs;
 use vedetta::jobs::{self, Housekeeping, Jobs, Ledger};
 use vedetta::kv::{self, Store};
-use vedetta::runtime::told::Board;
+use vedetta::runtime::told::{Board, Reading};
 use vedetta::runtime::{Keys, Watching};
 use vedetta::stage;
 
@@ -132,12 +132,7 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
     }
     let control = Arc::new(fleet.clone());
     let supervisors = start_supervisors(config, &own, place.config.as_deref(), &control)?;
-    let (api, watchers) = start_watchers(config, api, &store, &own)?;
-    let (board, reading) = match config.store.cluster()? {
-        Some(cluster) => Board::start(&cluster),
-        None => Board::start(&store),
-    };
-    let api = api.board(board);
+    let (api, watchers, reading) = start_watchers(config, api, &store, &own)?;
     let mut serving = JoinSet::new();
     serving.spawn(dashboard::serve(http_listener, api, stop.clone()));
     serving.spawn(etcd::serve(etcd_listener, endpoint, stop.clone()));
@@ -187,13 +182,13 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
     Ok(())
 }
 
-/// Starts the declared watchers, and shows them.
+/// Starts the declared watchers, and shows them and those that other programs tell of.
 fn start_watchers(
     config: &Config,
     mut api: Api,
     store: &Store,
     own: &Own,
-) -> anyhow::Result<(Api, Vec<Watching<Keys>>)> {
+) -> anyhow::Result<(Api, Vec<Watching<Keys>>, Reading)> {
     let mut watchers = Vec::new();
     for (name, watch) in &config.watch {
         // Each has a connection of its own: one that is busy does not hold up the others.
@@ -208,7 +203,11 @@ fn start_watchers(
         };
         watchers.push(watching);
     }
-    Ok((api, watchers))
+    let (board, reading) = match config.store.cluster()? {
+        Some(cluster) => Board::start(&cluster),
+        None => Board::start(store),
+    };
+    Ok((api.board(board), watchers, reading))
 }
 
 /// How the commands that are started here reach us. Whoever set a token for this process set it for them.

@@ -19,7 +19,7 @@ struct Text(String);
 
 impl State for Text {
     fn apply(&mut self, _: &str, value: Option<&[u8]>) -> Result<Effect, BoxError> {
-        self.0 = str::from_utf8(value.unwrap_or_default())?.to_owned();
+        self.0 = str::from_utf8(value.unwrap_or_default())?.into();
         Ok(Effect::Wanted)
     }
 }

@@ -1,0 +1,157 @@
+//! The whole example with a real Janus and real FFmpegs: what is said in a room is in its stream, and in no other; and
+//! whatever breaks, it is so again soon, and nothing is left over.
+
+mod sound;
+mod world;
+
+use std::time::{Duration, SystemTime};
+
+use testing::etcd;
+use world::{MANAGER, MIXERS, Ours, ROOMS, State, World, kill, until};
+
+const BUSY: &str = "busy";
+const QUIET: &str = "quiet";
+
+/// A world with two rooms, each with its tone in its stream.
+async fn two_rooms(state: State, mixers: usize) -> World {
+    let world = World::start(state, mixers).await;
+    let begun = SystemTime::now();
+    world.open(BUSY, 440).await;
+    world.open(QUIET, 2500).await;
+    world.recovers("created and started", begun).await;
+    world
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_said_in_a_room_is_in_its_stream_whatever_happens_to_ffmpeg_and_janus() {
+    let mut world = two_rooms(State::Ours(Ours::start().await), 1).await;
+
+    // Two people are mixed, with what is played; the other room hears nothing of it.
+    world.talk(BUSY, 1000).await;
+    world.talk(BUSY, 1700).await;
+    let now = SystemTime::now();
+    world.heard(BUSY, &[440, 1000, 1700], &[2500], now).await;
+    world.heard(QUIET, &[2500], &[440, 1000, 1700], now).await;
+
+    let [ffmpeg] = world.ffmpegs(Some(BUSY))[..] else { panic!("there is one") };
+    let killed = SystemTime::now();
+    kill(ffmpeg);
+    world.recovers("FFmpeg killed", killed).await;
+    assert_ne!(world.ffmpegs(Some(BUSY)), [ffmpeg]);
+
+    let killed = SystemTime::now();
+    world.janus.start_again().await;
+    world.recovers("Janus restarted", killed).await;
+
+    // Without its manager Janus goes on. What changes meanwhile is done when there is one again.
+    world.kill(MANAGER);
+    let killed = SystemTime::now();
+    world.heard(QUIET, &[2500], &[440], killed).await;
+    let [ffmpeg] = world.ffmpegs(Some(BUSY))[..] else { panic!("there is one") };
+    kill(ffmpeg);
+    until("another FFmpeg", async || match world.ffmpegs(Some(BUSY))[..] {
+        [other] if other != ffmpeg => Ok(()),
+        _ => Err(String::new()),
+    })
+    .await;
+    world.delete(QUIET).await;
+    let again = SystemTime::now();
+    world.spawn(MANAGER);
+    world.recovers("manager of Janus killed, FFmpeg too, and it started again", again).await;
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn rooms_of_a_mixer_that_is_killed_or_cut_off_move_to_another() {
+    let mut world = two_rooms(State::Ours(Ours::start().await), 2).await;
+    let mixer = world.mixer_of(BUSY).await;
+    let killed = SystemTime::now();
+    world.kill(mixer);
+    world.recovers("mixer killed", killed).await;
+    let other = world.mixer_of(BUSY).await;
+    assert_ne!(other, mixer);
+
+    // The one that has all is cut off, and comes back. What it had is not its any more.
+    world.spawn(mixer);
+    world.ready(mixer).await;
+    let cut = SystemTime::now();
+    world.link(other).cut();
+    let moved = async |room: &str| {
+        until("it moved", async || {
+            let room = world.room(room).await;
+            if room["mixerId"] == mixer { Ok(()) } else { Err(room.to_string()) }
+        })
+        .await;
+        world.heard(room, &[if room == BUSY { 440 } else { 2500 }], &[], cut).await
+    };
+    let (busy, quiet) = (moved(BUSY).await, moved(QUIET).await);
+    println!("network cut: the tones were back after {:.1?}", busy.max(quiet));
+    let healed = SystemTime::now();
+    world.link(other).mend();
+    world.recovers("network healed", healed).await;
+    assert_eq!((world.mixer_of(BUSY).await, world.mixer_of(QUIET).await), (mixer, mixer));
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn streams_outlive_their_store_and_a_room_that_is_removed_while_all_is_down_is_gone() {
+    let mut world = two_rooms(State::Ours(Ours::start().await), 1).await;
+    let State::Ours(ours) = &mut world.state else { unreachable!() };
+    let ended = SystemTime::now();
+    ours.end().await;
+    // The streams go on without it.
+    world.heard(BUSY, &[440], &[2500], ended).await;
+    let State::Ours(ours) = &mut world.state else { unreachable!() };
+    let begun = SystemTime::now();
+    ours.begin().await;
+    world.recovers("store restarted", begun).await;
+    // And it is obeyed again.
+    until("a room is removed", async || match world.ask("DELETE", "/rooms/quiet", None).await {
+        (202, _) => Ok(()),
+        answer => Err(format!("{answer:?}")),
+    })
+    .await;
+    world.forget(QUIET);
+    world.settled().await;
+
+    // Everything is down but Janus and the store, and they keep what was there.
+    for name in [MIXERS[0], MANAGER] {
+        world.kill(name);
+    }
+    world.delete(BUSY).await;
+    world.kill(ROOMS);
+    assert_eq!(world.janus.rooms().await, [BUSY]);
+    let begun = SystemTime::now();
+    for name in [ROOMS, MANAGER, MIXERS[0]] {
+        world.spawn(name);
+    }
+    world.settled().await;
+    let lasted = begun.elapsed().unwrap_or_default();
+    println!("room removed while all was down: nothing was left after {lasted:.1?}");
+    for name in [ROOMS, MANAGER, MIXERS[0]] {
+        world.ready(name).await;
+    }
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn rooms_outlive_the_leader_of_their_etcd() {
+    let etcd = etcd::Cluster::start(3).await;
+    let mut world = two_rooms(State::Etcd(etcd), 1).await;
+    let State::Etcd(etcd) = &mut world.state else { unreachable!() };
+    let leader = etcd.leader().await;
+    let killed = SystemTime::now();
+    etcd.node_mut(leader).kill();
+    world.recovers("leader of etcd killed", killed).await;
+    // And rooms can be had.
+    until("a room is created", async || match world.try_open("new", 1000).await {
+        true => Ok(()),
+        false => Err("not yet".to_owned()),
+    })
+    .await;
+    world.recovers("another room, with one node less", killed).await;
+    // Longer than any lease.
+    tokio::time::sleep(Duration::from_secs(11)).await;
+    world.recovers("and after all leases", SystemTime::now()).await;
+    world.end().await;
+}
