@@ -32,8 +32,10 @@ use crate::stream::PLAYLIST;
 
 /// How long the start may take.
 const START: Duration = Duration::from_secs(90);
-/// What was ended is started again after this, when others have taken its rooms.
-const RESTART: Duration = Duration::from_secs(15);
+/// A mixer that has ended is started again after this, when others have taken its rooms.
+const MIXER_AGAIN: Duration = Duration::from_secs(15);
+/// Anything else that has ended is started again after this.
+const AGAIN: Duration = Duration::from_secs(2);
 /// How long what was started has to end, twice.
 const STOP: [Duration; 2] = [Duration::from_secs(10), Duration::from_secs(5)];
 /// Nothing runs for so long.
@@ -200,7 +202,8 @@ impl Stage {
         let [secret, key] = &self.secrets;
         let command =
             Command::new(program, all, LONGEST).variable(SECRET, secret).variable(KEY, key);
-        self.keep(name, command, RESTART);
+        let is_mixer = MIXERS.contains(&name);
+        self.keep(name, command, if is_mixer { MIXER_AGAIN } else { AGAIN });
         Ok(())
     }
 
@@ -215,7 +218,7 @@ impl Stage {
             _ => argument,
         });
         let command = Command::new(janus.as_os_str().to_owned(), arguments, LONGEST);
-        self.keep("Janus", command, Duration::from_secs(1));
+        self.keep("Janus", command, AGAIN);
         let [secret, key] = &self.secrets;
         self.bridge = Some(Bridge::new(&configured.admin, secret, key));
 
@@ -297,39 +300,38 @@ impl Stage {
 
     fn guide(&self, room: &str, page: Option<&str>) -> String {
         let pid = |name: &str| self.pids.get(name).map_or("?", String::as_str);
+        let (folder, rooms) = (self.folder.display(), &self.rooms);
         let playlist = self.media().join(room).join(PLAYLIST);
-        let mut text = String::new();
-        let _ = writeln!(text, "\nOn air. Listen:      ffplay {}", playlist.display());
-        let _ = writeln!(text, "The rooms:           curl -s {}/rooms", self.rooms);
-        if let Some(page) = page {
-            let _ = writeln!(text, "The watchers:        {page}/watchers");
-            let _ = writeln!(text, "                     vedetta watcher list --server {page}");
-        }
-        let _ = writeln!(
-            text,
-            "The state:           etcdctl --endpoints {} get --prefix /",
-            self.url.trim_start_matches("etcd://")
+        let watchers = page.map_or(String::new(), |page| {
+            format!(
+                "The watchers:    {page}/watchers\n                 \
+                 cargo run --release -- watcher list --server {page}\n"
+            )
+        });
+        let mut text = format!(
+            "\nOn air. Listen:  ffplay {}\nThe rooms:       curl -s {rooms}/rooms\n{watchers}\
+             The state:       etcdctl --endpoints {} get --prefix /\n\nTry this, and listen on:\n",
+            playlist.display(),
+            self.url.trim_start_matches("etcd://"),
         );
-        let _ = writeln!(text, "\nTry this, and listen on:");
+        let moves = "it dies, and its rooms move to the other one within its lease of 10 s";
+        let mut line = |what: String, why: &str| {
+            let _ = writeln!(text, "  {what}\n      {why}");
+        };
         for mixer in MIXERS {
-            let _ = writeln!(
-                text,
-                "  kill -9 {:<12} {mixer}: its rooms move to the other within its lease of 10 s",
-                pid(mixer)
-            );
+            line(format!("kill -9 {}    # {mixer}", pid(mixer)), moves);
         }
-        let _ = writeln!(
-            text,
-            "  kill -9 {:<12} the manager of Janus: the sound goes on without it",
-            pid(JANUS)
+        let goes_on = "the manager of Janus dies, and the sound goes on without it";
+        line(format!("kill -9 {}    # {JANUS}", pid(JANUS)), goes_on);
+        line(
+            format!("pgrep -af {folder}"),
+            "every FFmpeg, and Janus: end any of them, and it comes back",
         );
-        let _ = writeln!(
-            text,
-            "  pgrep -a 'ffmpeg|janus'   end any of {}: each comes back",
-            self.folder.display()
+        line(
+            format!("curl -X POST {rooms}/mixers/{}/drain", MIXERS[0]),
+            "its rooms move to the other one at once; …/uncordon lets it have some again",
         );
-        let _ = writeln!(text, "  curl -X POST {}/mixers/{}/drain", self.rooms, MIXERS[0]);
-        let _ = writeln!(text, "\nCtrl-C ends it and leaves nothing behind.\n");
+        text.push_str("\nCtrl-C ends it and leaves nothing behind.\n\n");
         text
     }
 

@@ -197,7 +197,8 @@ impl Manager {
             let after = settled();
             let missing =
                 before.intersection(&after).filter(|room| !listed.contains(*room)).count();
-            if missing > 0 || std::mem::take(&mut is_away) {
+            let was_away = std::mem::take(&mut is_away);
+            if was_away || missing > 0 {
                 tracing::warn!(missing, "Janus may have been restarted: looking at every room");
                 watching.resync().await;
             }
