@@ -112,9 +112,8 @@ pub async fn run(store: Cluster, args: Args, stop: CancellationToken) -> anyhow:
         manager.voice.leaving();
         manager.drained(&watching, Duration::from_secs(args.drain)).await;
     }
-    telling.end().await;
     watching.stop(GRACE).await;
-    presence.leave().await;
+    tokio::join!(presence.leave(), telling.end());
     taken.map_or(Ok(()), |taken| Err(taken.into()))
 }
 

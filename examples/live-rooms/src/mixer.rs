@@ -113,10 +113,9 @@ pub async fn run(store: Cluster, args: Args, stop: CancellationToken) -> anyhow:
         mixer.voice.leaving();
         mixer.drained(&watching, Duration::from_secs(args.drain)).await;
     }
-    telling.end().await;
     watching.stop(GRACE).await;
     mixer.end().await;
-    presence.leave().await;
+    tokio::join!(presence.leave(), telling.end());
     taken.map_or(Ok(()), |taken| Err(taken.into()))
 }
 

@@ -80,11 +80,11 @@ pub async fn run(
         served = api::serve(listener, app, stop.clone(), GRACE) => served?,
         () = follow_modules => {}
     }
-    for telling in telling {
-        telling.end().await;
-    }
     if let Some(rooms) = Arc::into_inner(rooms) {
         rooms.stop(GRACE).await;
+    }
+    for telling in telling {
+        telling.end().await;
     }
     Ok(())
 }
@@ -102,6 +102,11 @@ impl Table {
             Kind::Mixer => &self.mixers,
             Kind::Janus => &self.januses,
         }
+    }
+
+    /// Whether any module of this kind may have rooms at all.
+    fn is_open(&self, kind: Kind) -> bool {
+        self.of(kind).all().iter().any(|(_, module)| module.takes_rooms(0))
     }
 
     /// The module of this kind that should get the next room.
@@ -162,6 +167,11 @@ impl Reconcile for Keeper {
         match decide(room, now(), &self.table, &self.rules) {
             Decision::Rest(None) => Ok(Next::Done),
             Decision::Rest(Some(wait)) => Ok(Next::After(wait)),
+            // If nobody could take it anyway, everything need not be read.
+            Decision::Place(kinds) if !kinds.iter().any(|kind| self.table.is_open(*kind)) => {
+                tracing::debug!(room = id, "it waits for a module");
+                Ok(Next::Done)
+            }
             Decision::Place(_) => self.place(id).await,
             Decision::Remove(why) => {
                 let seen = room.meta.clone();
