@@ -6,8 +6,9 @@ mod world;
 
 use std::time::{Duration, SystemTime};
 
+use live_rooms::model::TTL;
 use testing::etcd;
-use world::{MANAGER, MIXERS, Ours, ROOMS, State, World, kill, until};
+use world::{MANAGER, MIXERS, Ours, ROOMS, State, World, kill, tell, until};
 
 const BUSY: &str = "busy";
 const QUIET: &str = "quiet";
@@ -76,19 +77,19 @@ async fn rooms_of_a_mixer_that_is_killed_or_cut_off_move_to_another() {
     world.ready(mixer).await;
     let cut = SystemTime::now();
     world.link(other).cut();
-    let moved = async |room: &str| {
-        until("it moved", async || {
-            let room = world.room(room).await;
-            if room["mixerId"] == mixer { Ok(()) } else { Err(room.to_string()) }
-        })
-        .await;
-        world.heard(room, &[if room == BUSY { 440 } else { 2500 }], &[], cut).await
-    };
-    let (busy, quiet) = (moved(BUSY).await, moved(QUIET).await);
-    println!("network cut: the tones were back after {:.1?}", busy.max(quiet));
+    // The streams go on until the rooms move.
+    until("both rooms move", async || {
+        let assigned = [world.mixer_of(BUSY).await, world.mixer_of(QUIET).await];
+        if assigned == [mixer; 2] { Ok(()) } else { Err(format!("{assigned:?}")) }
+    })
+    .await;
+    let moved = SystemTime::now();
+    world.heard(BUSY, &[440], &[2500], moved).await;
+    world.heard(QUIET, &[2500], &[440], moved).await;
+    tell("mixer cut off from the store", "the tones were there from another", cut);
     let healed = SystemTime::now();
     world.link(other).mend();
-    world.recovers("network healed", healed).await;
+    world.recovers("mixer no longer cut off", healed).await;
     assert_eq!((world.mixer_of(BUSY).await, world.mixer_of(QUIET).await), (mixer, mixer));
     world.end().await;
 }
@@ -126,8 +127,7 @@ async fn streams_outlive_their_store_and_a_room_that_is_removed_while_all_is_dow
         world.spawn(name);
     }
     world.settled().await;
-    let lasted = begun.elapsed().unwrap_or_default();
-    println!("room removed while all was down: nothing was left after {lasted:.1?}");
+    tell("room removed while all was down", "nothing was left", begun);
     for name in [ROOMS, MANAGER, MIXERS[0]] {
         world.ready(name).await;
     }
@@ -142,16 +142,16 @@ async fn rooms_outlive_the_leader_of_their_etcd() {
     let leader = etcd.leader().await;
     let killed = SystemTime::now();
     etcd.node_mut(leader).kill();
-    world.recovers("leader of etcd killed", killed).await;
-    // And rooms can be had.
-    until("a room is created", async || match world.try_open("new", 1000).await {
-        true => Ok(()),
-        false => Err("not yet".to_owned()),
+    // The streams go on, and rooms can be had as soon as there is another leader.
+    until("a room is created", async || {
+        if world.try_open("new", 1000).await { Ok(()) } else { Err("not yet".to_owned()) }
     })
     .await;
-    world.recovers("another room, with one node less", killed).await;
-    // Longer than any lease.
-    tokio::time::sleep(Duration::from_secs(11)).await;
-    world.recovers("and after all leases", SystemTime::now()).await;
+    world.recovers("leader of etcd killed, and a new room", killed).await;
+    // Longer than any lease: nobody was taken for dead.
+    tokio::time::sleep(TTL + Duration::from_secs(1)).await;
+    let (before, now) = (world.assignments().await, SystemTime::now());
+    world.recovers("leader of etcd killed, leases later", now).await;
+    assert_eq!(before, [2, 2, 2], "each was placed twice: in Janus, and with its mixer");
     world.end().await;
 }

@@ -299,8 +299,8 @@ impl World {
         found.ended.duration_since(since).unwrap_or_default()
     }
 
-    /// A fault, and how long it takes until all tones are back in the streams; and then nothing is left that should
-    /// not be there.
+    /// How long it takes until all tones are back in the streams after a fault; and then nothing is left that should not
+    /// be there.
     pub(crate) async fn recovers(&self, fault: &str, since: SystemTime) {
         let tones = self.tones.lock().unwrap().clone();
         let mut last = Duration::ZERO;
@@ -308,8 +308,20 @@ impl World {
             let others: Vec<u32> = tones.values().copied().filter(|other| other != hz).collect();
             last = last.max(self.heard(room, &[*hz], &others, since).await);
         }
-        println!("{fault}: the tones of {} rooms were back after {last:.1?}", tones.len());
+        let streams =
+            if tones.len() == 1 { "1 stream".into() } else { format!("{} streams", tones.len()) };
+        println!("{fault}: {streams} with the right tone after {:.1} s", last.as_secs_f64());
         self.settled().await;
+    }
+
+    /// How often each room was assigned to somebody.
+    pub(crate) async fn assignments(&self) -> Vec<u64> {
+        let rooms = self.tones.lock().unwrap().clone();
+        let mut all = Vec::new();
+        for room in rooms.keys() {
+            all.push(self.room(room).await["generation"].as_u64().unwrap());
+        }
+        all
     }
 
     /// Waits until there is what the rooms need, and no process, port, room in Janus, forwarder, key or folder beside
@@ -510,6 +522,12 @@ async fn play(bridge: Bridge, folder: PathBuf, tones: Arc<Mutex<BTreeMap<String,
         }
         tokio::time::sleep(LOOK_AGAIN).await;
     }
+}
+
+/// Tells how long something took that is so now.
+pub(crate) fn tell(fault: &str, what: &str, since: SystemTime) {
+    let lasted = since.elapsed().unwrap_or_default();
+    println!("{fault}: {what} after {:.1} s", lasted.as_secs_f64());
 }
 
 /// Tries until it is so; fails with what was wrong last instead of hanging.
