@@ -199,10 +199,10 @@ impl Keeper {
         let value = json(beat);
         let write =
             Write::new().when(key.clone(), is).put_leased(key.clone(), value.clone(), &lease);
-        match self.store.write(write).await?.done {
-            true => Ok((lease, Claim::Ours(value))),
-            false => Err(StoreError::Busy(key)),
+        if !self.store.write(write).await?.done {
+            return Err(StoreError::Busy(key));
         }
+        Ok((lease, Claim::Ours(value)))
     }
 
     /// Keeps it true until the lease is lost, there is nothing more to say, or somebody else wrote it.
