@@ -7,8 +7,12 @@ mod world;
 use std::time::{Duration, SystemTime};
 
 use live_rooms::model::TTL;
+use rustix::process::Signal;
 use testing::etcd;
-use world::{MANAGER, MIXERS, Ours, ROOMS, State, World, kill, tell, until};
+use world::{
+    MANAGER, MARK, MIXERS, Ours, Process, ROOMS, State, World, ask, heard, kill, marked, tail,
+    tell, until,
+};
 
 const BUSY: &str = "busy";
 const QUIET: &str = "quiet";
@@ -154,4 +158,78 @@ async fn rooms_outlive_the_leader_of_their_etcd() {
     world.recovers("leader of etcd killed, leases later", now).await;
     assert_eq!(before, [2, 2, 2], "each was placed twice: in Janus, and with its mixer");
     world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_demo_says_what_to_try_shows_its_watchers_and_leaves_nothing_behind() {
+    let folder = tempfile::tempdir().unwrap();
+    let (mark, log) = (folder.path().to_string_lossy().into_owned(), folder.path().join("log"));
+    let files = folder.path().join("files");
+    std::fs::create_dir(&files).unwrap();
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_live-rooms"));
+    command.arg("demo").env("TMPDIR", &files).env(MARK, &mark);
+    let demo = Process::start(command, &log);
+    let said = until("it is on air", async || {
+        let said = demo.said.lock().unwrap().join("\n");
+        if said.contains("Ctrl-C ends it") {
+            Ok(said)
+        } else {
+            Err(format!("{said}\n{}", tail(&log)))
+        }
+    })
+    .await;
+    let after = |what: &str| {
+        let line = said.lines().find_map(|line| line.split_once(what)).expect(what);
+        line.1.split_whitespace().next().unwrap().to_owned()
+    };
+    let playlist = std::path::PathBuf::from(after("ffplay "));
+    heard(&playlist, &[440], &[1000], SystemTime::now(), || tail(&log)).await;
+
+    // Its watchers are told of, each with its process.
+    let watchers = format!("{}api/v1/watchers", after("The watchers: ").replace("watchers", ""));
+    let expected = [
+        "janus-demo-janus",
+        "januses",
+        "mixer-demo-mixer-1",
+        "mixer-demo-mixer-2",
+        "mixers",
+        "rooms",
+    ];
+    until("the watchers are told of", async || {
+        let (_, told) = ask("GET", &watchers, None).await;
+        let told = told["watchers"].as_array().cloned().unwrap_or_default();
+        let name =
+            |it: &serde_json::Value| Some(it["name"].as_str()?.split_once('@')?.0.to_owned());
+        let names: Vec<String> = told.iter().filter_map(name).collect();
+        if names == expected { Ok(()) } else { Err(format!("{names:?}")) }
+    })
+    .await;
+
+    // What it says can be tried: the mixer that has the room dies.
+    let rooms = after("curl -s ");
+    let (_, list) = ask("GET", &rooms, None).await;
+    let text = list.to_string();
+    let mixer = ["demo-mixer-1", "demo-mixer-2"].into_iter();
+    let mixer = mixer
+        .filter(|mixer| text.contains(&format!("\"mixerId\":\"{mixer}\"")))
+        .next()
+        .expect(&text);
+    let line = said.lines().find(|line| line.contains(&format!("# {mixer}"))).expect(mixer);
+    let pid = line.split_once("kill -9 ").unwrap().1.split_whitespace().next().unwrap();
+    let killed = SystemTime::now();
+    kill(pid.parse().unwrap());
+    let back = heard(&playlist, &[440], &[1000], killed, || tail(&log)).await;
+    println!("demo, mixer killed: 1 stream with the right tone after {:.1} s", back.as_secs_f64());
+
+    demo.signal(Signal::INT);
+    let status = tokio::task::spawn_blocking(move || demo.wait()).await.unwrap();
+    assert!(status.success(), "{status}\n{}", tail(&log));
+    until("every process is gone", async || {
+        let left = marked(&mark);
+        if left.is_empty() { Ok(()) } else { Err(format!("{left:?} are left")) }
+    })
+    .await;
+    let left: Vec<_> =
+        std::fs::read_dir(&files).unwrap().flatten().map(|it| it.file_name()).collect();
+    assert_eq!(left, Vec::<std::ffi::OsString>::new());
 }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{BufRead as _, BufReader};
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
@@ -30,7 +30,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(100);
 /// What takes longer than this hangs: a dead module is known by its lease of 10 s, and machines may be busy.
 const PATIENCE: Duration = Duration::from_secs(90);
 /// In the environment of all that is started here, and so in that of all that they start.
-const MARK: &str = "LIVE_ROOMS_TEST";
+pub(crate) const MARK: &str = "LIVE_ROOMS_TEST";
 /// Ports of each mixer.
 const PORTS: u16 = 16;
 /// The modules. The first mixer is the first to be started.
@@ -165,7 +165,7 @@ impl World {
         command.env("JANUS_ADMIN_SECRET", ADMIN_SECRET).env("JANUS_ADMIN_KEY", ADMIN_KEY);
         command.env(MARK, &self.mark).env("LIVE_ROOMS_LOG", "info");
         let log = self.folder.path().join(format!("{name}.log"));
-        self.processes.insert(name, Process::start(command, log));
+        self.processes.insert(name, Process::start(command, &log));
     }
 
     /// Waits until a process says that it is.
@@ -203,24 +203,7 @@ impl World {
     }
 
     pub(crate) async fn ask(&self, method: &str, path: &str, body: Option<Value>) -> (u16, Value) {
-        let uri = format!("{}{path}", self.api);
-        let body = body.map(|body| body.to_string()).unwrap_or_default();
-        let request = ureq::http::Request::builder().method(method).uri(&uri);
-        let request = request.header("content-type", "application/json").body(body).unwrap();
-        let asked = tokio::task::spawn_blocking(move || {
-            let agent = ureq::Agent::config_builder()
-                .timeout_global(Some(Duration::from_secs(20)))
-                .http_status_as_error(false)
-                .proxy(None)
-                .build();
-            let mut answer = ureq::Agent::from(agent).run(request)?;
-            let text = answer.body_mut().read_to_string()?;
-            Ok::<_, ureq::Error>((answer.status().as_u16(), text))
-        });
-        match asked.await.unwrap() {
-            Ok((status, text)) => (status, serde_json::from_str(&text).unwrap_or_default()),
-            Err(error) => (0, error.to_string().into()),
-        }
+        ask(method, &format!("{}{path}", self.api), body).await
     }
 
     /// A room as it is told.
@@ -278,25 +261,7 @@ impl World {
         since: SystemTime,
     ) -> Duration {
         let playlist = self.media().join(room).join("index.m3u8");
-        let mut looked_at = BTreeSet::new();
-        let found: Segment = until(&format!("{tones:?} in {room}"), async || {
-            let segments = sound::segments(&playlist);
-            let new = segments.iter().filter(|segment| segment.begun >= since);
-            for segment in new {
-                if !looked_at.insert(segment.path.clone()) {
-                    continue;
-                }
-                if tones.iter().all(|hz| sound::has(segment, *hz) == Some(true)) {
-                    return Ok(segment.clone());
-                }
-            }
-            Err(format!("segments: {segments:?}\n{}", self.logs()))
-        })
-        .await;
-        for hz in others {
-            assert_eq!(sound::has(&found, *hz), Some(false), "{hz} Hz in {room}");
-        }
-        found.ended.duration_since(since).unwrap_or_default()
+        heard(&playlist, tones, others, since, || self.logs()).await
     }
 
     /// How long it takes until all tones are back in the streams after a fault; and then nothing is left that should not
@@ -456,13 +421,13 @@ impl State {
 }
 
 /// One that ends with this value.
-struct Process {
+pub(crate) struct Process {
     child: Child,
-    said: Arc<Mutex<Vec<String>>>,
+    pub(crate) said: Arc<Mutex<Vec<String>>>,
 }
 
 impl Process {
-    fn start(mut command: Command, log: PathBuf) -> Self {
+    pub(crate) fn start(mut command: Command, log: &Path) -> Self {
         let log = File::options().append(true).create(true).open(log).unwrap();
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log);
         let mut child = command.spawn().unwrap();
@@ -476,7 +441,7 @@ impl Process {
         Self { child, said }
     }
 
-    fn signal(&self, signal: Signal) {
+    pub(crate) fn signal(&self, signal: Signal) {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
@@ -485,7 +450,7 @@ impl Process {
         self.child.wait().unwrap();
     }
 
-    fn wait(mut self) -> std::process::ExitStatus {
+    pub(crate) fn wait(mut self) -> std::process::ExitStatus {
         let end = Instant::now() + PATIENCE;
         loop {
             match self.child.try_wait().unwrap() {
@@ -510,6 +475,27 @@ pub(crate) fn kill(pid: u32) {
     kill_process(pid, Signal::KILL).unwrap();
 }
 
+/// What a server answers; 0 if it does not.
+pub(crate) async fn ask(method: &str, uri: &str, body: Option<Value>) -> (u16, Value) {
+    let body = body.map(|body| body.to_string()).unwrap_or_default();
+    let request = ureq::http::Request::builder().method(method).uri(uri);
+    let request = request.header("content-type", "application/json").body(body).unwrap();
+    let asked = tokio::task::spawn_blocking(move || {
+        let agent = ureq::Agent::config_builder()
+            .timeout_global(Some(Duration::from_secs(20)))
+            .http_status_as_error(false)
+            .proxy(None)
+            .build();
+        let mut answer = ureq::Agent::from(agent).run(request)?;
+        let text = answer.body_mut().read_to_string()?;
+        Ok::<_, ureq::Error>((answer.status().as_u16(), text))
+    });
+    match asked.await.unwrap() {
+        Ok((status, text)) => (status, serde_json::from_str(&text).unwrap_or_default()),
+        Err(error) => (0, error.to_string().into()),
+    }
+}
+
 /// Plays to every room what is to be played there, again when the room is new.
 async fn play(bridge: Bridge, folder: PathBuf, tones: Arc<Mutex<BTreeMap<String, u32>>>) {
     let mut files = BTreeMap::new();
@@ -522,6 +508,32 @@ async fn play(bridge: Bridge, folder: PathBuf, tones: Arc<Mutex<BTreeMap<String,
         }
         tokio::time::sleep(LOOK_AGAIN).await;
     }
+}
+
+/// See [`World::heard`]. What `logs` says helps when it is never heard.
+pub(crate) async fn heard(
+    playlist: &Path,
+    tones: &[u32],
+    others: &[u32],
+    since: SystemTime,
+    logs: impl Fn() -> String,
+) -> Duration {
+    let mut looked_at = BTreeSet::new();
+    let found: Segment = until(&format!("{tones:?} in {}", playlist.display()), async || {
+        let segments = sound::segments(playlist);
+        for segment in segments.iter().filter(|segment| segment.begun >= since) {
+            let is_new = looked_at.insert(segment.path.clone());
+            if is_new && tones.iter().all(|hz| sound::has(segment, *hz) == Some(true)) {
+                return Ok(segment.clone());
+            }
+        }
+        Err(format!("segments: {segments:?}\n{}", logs()))
+    })
+    .await;
+    for hz in others {
+        assert_eq!(sound::has(&found, *hz), Some(false), "{hz} Hz in {}", playlist.display());
+    }
+    found.ended.duration_since(since).unwrap_or_default()
 }
 
 /// Tells how long something took that is so now.
@@ -543,7 +555,7 @@ pub(crate) async fn until<T>(what: &str, mut look: impl AsyncFnMut() -> Result<T
 }
 
 /// Processes that have our mark, but for zombies.
-fn marked(mark: &str) -> Vec<u32> {
+pub(crate) fn marked(mark: &str) -> Vec<u32> {
     let mark = format!("{MARK}={mark}");
     let mut found = Vec::new();
     for entry in std::fs::read_dir("/proc").unwrap().flatten() {
@@ -584,7 +596,7 @@ fn words(words: &[&str]) -> Vec<String> {
 }
 
 /// The end of a file.
-fn tail(path: &std::path::Path) -> String {
+pub(crate) fn tail(path: &Path) -> String {
     let text = std::fs::read_to_string(path).unwrap_or_default();
     let lines: Vec<_> = text.lines().collect();
     lines[lines.len().saturating_sub(25)..].join("\n")
