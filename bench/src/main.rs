@@ -10,6 +10,7 @@ mod jobs;
 mod million;
 mod npm;
 mod puts;
+mod rooms;
 mod schedule;
 mod setup;
 mod slots;
@@ -66,6 +67,9 @@ enum Bench {
     /// Films made into all resolutions: how much of the cores the weighted slots use.
     #[command(after_help = transcoding::FIGURES)]
     Transcode(transcoding::Args),
+    /// Live rooms on a real Janus and real FFmpegs: how soon they are on air, what they cost, and what is left of them.
+    #[command(after_help = rooms::FIGURES)]
+    Rooms(rooms::Args),
     /// What idle worker processes cost their server, and how soon they obey.
     #[command(after_help = fleet::FIGURES)]
     Fleet(fleet::Args),
@@ -110,6 +114,7 @@ fn run(bench: Bench) -> anyhow::Result<()> {
             Bench::Jobs(args) => jobs::run(args).await,
             Bench::JobsOurs(args) => jobs::work(args).await,
             Bench::Transcode(args) => transcoding::run(args).await,
+            Bench::Rooms(args) => rooms::run(args).await,
             Bench::Fleet(args) => fleet::run(&args),
             Bench::Etcd(args) => etcd::run(args).await,
             Bench::EtcdServe(args) => etcd::serve(args).await,

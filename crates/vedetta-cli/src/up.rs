@@ -23,6 +23,7 @@ use vedetta::jobs::postgres::PostgresJobs;
 use vedetta::jobs::sqlite::SqliteJobs;
 use vedetta::jobs::{self, Housekeeping, Jobs, Ledger, Worker};
 use vedetta::kv::{self, Store};
+use vedetta::runtime::told::{Board, Reading};
 use vedetta::runtime::{Keys, Watching};
 use vedetta::stage;
 use vedetta::telemetry::{Exporter, Settings};
@@ -131,7 +132,7 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
     }
     let control = Arc::new(fleet.clone());
     let supervisors = start_supervisors(config, &own, place.config.as_deref(), &control)?;
-    let (api, watchers) = start_watchers(config, api, &store, &own)?;
+    let (api, watchers, reading) = start_watchers(config, api, &store, &own)?;
     let mut serving = JoinSet::new();
     serving.spawn(dashboard::serve(http_listener, api, stop.clone()));
     serving.spawn(etcd::serve(etcd_listener, endpoint, stop.clone()));
@@ -161,6 +162,7 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
         drop(housekeeping);
         tokio::join!(
             stop_watchers(watchers, config.shutdown.grace),
+            reading.stop(),
             stop_workers(workers, workers_stop),
             stop_supervisors(supervisors, config.shutdown.grace),
         );
@@ -237,13 +239,13 @@ pub(crate) async fn flush(exporter: Arc<Exporter>) {
     }
 }
 
-/// Starts the declared watchers, and shows them.
+/// Starts the declared watchers, and shows them and those that other programs tell of.
 fn start_watchers(
     config: &Config,
     mut api: Api,
     store: &Store,
     own: &Own,
-) -> anyhow::Result<(Api, Vec<Watching<Keys>>)> {
+) -> anyhow::Result<(Api, Vec<Watching<Keys>>, Reading)> {
     let mut watchers = Vec::new();
     for (name, watch) in &config.watch {
         // Each has a connection of its own: one that is busy does not hold up the others.
@@ -258,7 +260,11 @@ fn start_watchers(
         };
         watchers.push(watching);
     }
-    Ok((api, watchers))
+    let (board, reading) = match config.store.cluster()? {
+        Some(cluster) => Board::start(&cluster),
+        None => Board::start(store),
+    };
+    Ok((api.board(board), watchers, reading))
 }
 
 /// How the commands that are started here reach us. Whoever set a token for this process set it for them.

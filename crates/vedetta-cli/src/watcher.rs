@@ -12,7 +12,7 @@ use crate::output::{self, Format};
 /// See how the watchers of a running server are doing, and have them run again
 ///
 /// A watcher runs a command for each thing that changed under a prefix. It is declared in the server's config file,
-/// as [watch.NAME].
+/// as [watch.NAME]. Watchers of other programs, which tell of them in the store, are listed as NAME@PROCESS.
 #[derive(Debug, Args)]
 #[command(after_help = crate::exit::HELP)]
 pub(crate) struct Watcher {
@@ -28,7 +28,7 @@ enum Command {
     List,
     /// Show a watcher, and the ids that are not as they should be
     Show {
-        /// The watcher
+        /// The watcher; of another program NAME@PROCESS, or NAME if no other has that name
         name: String,
     },
     /// Run the command for every id, changed or not; those that wait for their next try do not wait longer
@@ -47,6 +47,8 @@ struct List {
 #[derive(Serialize, Deserialize)]
 struct Info {
     name: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    process: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     prefix: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]

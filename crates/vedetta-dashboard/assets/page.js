@@ -232,8 +232,8 @@ function worker(thing) {
 
 // What is wrong with the ids of a watcher: read when it changes, once a second at most.
 const asked = new Map();
-function troubles({ name }) {
-  if (page !== "watchers" || asked.has(name)) return;
+function troubles({ name, gone }) {
+  if (page !== "watchers" || gone || asked.has(name)) return;
   asked.set(name, setTimeout(async () => {
     asked.delete(name);
     const found = await ask(`watchers/${encodeURIComponent(name)}?limit=20`).catch(() => null);
@@ -269,7 +269,7 @@ on("queue", each("queue", (queue) => queue.name));
 on("worker", each("worker", (worker) => worker.id));
 on("worker", worker);
 on("stage", pace);
-on("watcher", each("watcher", (watcher) => watcher.name));
+on("watcher", (watcher) => row("watcher", watcher.name).forEach((node) => (watcher.gone ? gone(node) : fill(node, watcher))));
 on("watcher", troubles);
 on("kv", ({ changes }) => change(changes));
 on("stats", stats);

@@ -20,6 +20,7 @@ use vedetta_jobs::{DEFAULT_QUEUE, Kinds, Ledger, wire};
 use vedetta_kv::Store;
 use vedetta_net::tls::Tls;
 use vedetta_runtime::Handle;
+use vedetta_runtime::told::Board;
 
 use crate::access::Needs::{self, Admin, Anyone, Operator, Viewer};
 use crate::access::{Door, Table};
@@ -42,6 +43,7 @@ const BODY: usize = 2 << 20;
 pub struct Api {
     pub(crate) store: Store,
     pub(crate) watchers: BTreeMap<String, Watched>,
+    pub(crate) board: Option<Board>,
     pub(crate) stages: Option<Arc<Stages>>,
     pub(crate) jobs: Option<Arc<Observed>>,
     pub(crate) fleet: Option<Fleet>,
@@ -100,6 +102,7 @@ impl Api {
         Self {
             store,
             watchers: BTreeMap::new(),
+            board: None,
             stages: None,
             jobs: None,
             fleet: None,
@@ -126,6 +129,13 @@ impl Api {
     #[must_use]
     pub fn watcher_elsewhere(mut self, name: impl Into<String>, handle: Handle) -> Self {
         self.watchers.insert(name.into(), Watched { handle, is_here: false });
+        self
+    }
+
+    /// The same with the watchers that other processes tell of.
+    #[must_use]
+    pub fn board(mut self, board: Board) -> Self {
+        self.board = Some(board);
         self
     }
 
@@ -223,6 +233,7 @@ impl Api {
 pub(crate) struct Context {
     pub(crate) store: Store,
     pub(crate) watchers: Arc<BTreeMap<String, Watched>>,
+    pub(crate) board: Option<Board>,
     pub(crate) stages: Option<Arc<Stages>>,
     pub(crate) jobs: Option<Arc<dyn Ledger>>,
     pub(crate) live: Arc<Live>,
@@ -458,6 +469,7 @@ impl Context {
         Self {
             store,
             watchers: Arc::default(),
+            board: None,
             stages: None,
             jobs: None,
             live: Arc::default(),

@@ -507,6 +507,14 @@ impl Look<'_> {
             }
         }
         let known = self.known.get_or_insert_default();
+        // What another process told of goes with it.
+        known.retain(|place, row| {
+            let is_gone = place.0 == Topic::Watcher && !rows.contains_key(place);
+            if is_gone {
+                hub.tell(Topic::Watcher, &json!({ "name": row["name"], "gone": true }));
+            }
+            !is_gone
+        });
         for (place, row) in rows {
             if !is_first && known.get(&place) != Some(&row) {
                 hub.tell(place.0, &row);

@@ -35,14 +35,6 @@ impl<'a> Text<'a> {
         Self { names: ("key", "key_b64"), bytes }
     }
 
-    pub(crate) fn prefix(bytes: &'a [u8]) -> Self {
-        Self { names: ("prefix", "prefix_b64"), bytes }
-    }
-
-    pub(crate) fn id(bytes: &'a [u8]) -> Self {
-        Self { names: ("id", "id_b64"), bytes }
-    }
-
     pub(crate) fn value(bytes: &'a [u8]) -> Self {
         Self { names: ("value", "value_b64"), bytes }
     }

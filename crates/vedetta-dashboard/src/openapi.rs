@@ -99,7 +99,13 @@ const OPERATIONS: &[Operation] = &[
         EVENTS,
         &["422"],
     ),
-    asks("/api/v1/watchers", "How the declared watchers are doing", &[], "Watchers", &["422"]),
+    asks(
+        "/api/v1/watchers",
+        "How the watchers are doing: the declared ones, and those that other programs tell of",
+        &[],
+        "Watchers",
+        &["422"],
+    ),
     asks(
         "/api/v1/watchers/{name}",
         "A watcher, and the ids that are not as they should be",
@@ -109,7 +115,7 @@ const OPERATIONS: &[Operation] = &[
     ),
     tells(
         "/api/v1/watchers/{name}/resync",
-        "Runs a watcher's command for every id",
+        "Runs a watcher for every id; one of another program is told to, and does so soon",
         None,
         "Resynced",
         &["404", "503"],
@@ -652,6 +658,7 @@ fn keys() -> Schemas {
 fn runs() -> Schemas {
     let watcher = vec![
         ("name", text()),
+        ("process?", text()),
         ("prefix?", text()),
         ("prefix_b64?", base64()),
         ("phase", text()),

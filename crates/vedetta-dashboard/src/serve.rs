@@ -43,6 +43,7 @@ pub async fn serve(listener: TcpListener, api: Api, stop: CancellationToken) {
     let context = Context {
         store: api.store,
         watchers: Arc::new(api.watchers),
+        board: api.board,
         stages: api.stages,
         jobs: api.jobs.clone().map(|jobs| jobs as _),
         live: Arc::new(Live { observed: api.jobs, fleet: api.fleet.clone(), ..Live::default() }),

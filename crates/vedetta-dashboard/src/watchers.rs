@@ -1,72 +1,58 @@
 //! Watchers: how they are doing, what is wrong with which id, and running all ids again.
 
+use std::sync::Arc;
+
 use axum::extract::State;
 use axum::extract::{FromRequestParts, Path};
 use axum::http::StatusCode;
 use axum::http::request::Parts;
 use axum::response::{IntoResponse as _, Response};
 use serde::Serialize;
-use vedetta_runtime::watcher::{Status, Trouble};
+use vedetta_runtime::told::{self, Board, Report, Told, TroubleReport};
 
 use crate::api::{Context, Watched};
 use crate::error::ApiError;
 use crate::input::Query;
-use crate::json::{Json, Text, millis};
+use crate::json::Json;
 
 #[derive(Serialize)]
-struct Listed<'a> {
-    watchers: Vec<Watcher<'a>>,
+struct Listed {
+    watchers: Vec<Watcher>,
 }
 
 #[derive(Serialize)]
-struct Watcher<'a> {
-    name: &'a str,
+struct Watcher {
+    name: String,
+    /// Which process tells of it, if it is not a watcher of ours.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    process: Option<String>,
     #[serde(flatten)]
-    prefix: Text<'a>,
-    phase: String,
-    revision: u64,
+    report: Report,
     #[serde(skip_serializing_if = "Option::is_none")]
     behind: Option<u64>,
-    ids: usize,
-    running: usize,
-    waiting: usize,
-    failing: usize,
-    done: u64,
-    failed: u64,
-    malformed: u64,
-    unreadable: u64,
-    lists: u64,
-    lost: u64,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    last_error: Option<String>,
 }
 
-impl<'a> Watcher<'a> {
-    fn new(name: &'a str, watched: &'a Watched, context: &Context) -> Self {
-        let handle = &watched.handle;
-        let status: Status = handle.status();
+impl Watcher {
+    fn ours(name: &str, watched: &Watched, context: &Context) -> Self {
+        let report = Report::of(&watched.handle);
         // Looked at after the watcher, which is never ahead.
         let stands = watched.is_here.then(|| context.store.revision().0);
-        let behind = stands.map(|stands| stands.saturating_sub(status.revision.0));
-        Self {
-            name,
-            prefix: Text::prefix(handle.prefix()),
-            phase: status.phase.to_string(),
-            revision: status.revision.0,
-            behind,
-            ids: status.ids,
-            running: status.running,
-            waiting: status.waiting,
-            failing: status.failing,
-            done: status.done,
-            failed: status.failed,
-            malformed: status.malformed,
-            unreadable: status.unreadable,
-            lists: status.lists,
-            lost: status.lost,
-            last_error: status.last_error,
-        }
+        let behind = stands.map(|stands| stands.saturating_sub(report.revision));
+        Self { name: name.to_owned(), process: None, report, behind }
     }
+
+    fn told(name: String, told: &Told) -> Self {
+        let process = told::parts(&name).map(|(_, process)| process.to_owned());
+        Self { name, process, report: told.report.clone(), behind: None }
+    }
+}
+
+/// Ours, then those that other processes tell of.
+fn all(context: &Context) -> Vec<Watcher> {
+    let ours = context.watchers.iter();
+    let ours = ours.map(|(name, watched)| Watcher::ours(name, watched, context));
+    let told = context.board.iter().flat_map(Board::all);
+    ours.chain(told.map(|(name, told)| Watcher::told(name, &told))).collect()
 }
 
 pub(crate) async fn list(
@@ -74,56 +60,24 @@ pub(crate) async fn list(
     query: Query,
 ) -> Result<Response, ApiError> {
     query.end()?;
-    let each = context.watchers.iter();
-    let watchers = each.map(|(name, watched)| Watcher::new(name, watched, &context)).collect();
-    Ok(Json(Listed { watchers }).into_response())
+    Ok(Json(Listed { watchers: all(&context) }).into_response())
 }
 
 /// All of them, as they are listed.
 pub(crate) fn rows(context: &Context) -> Vec<serde_json::Value> {
-    let each = context.watchers.iter();
-    each.map(|(name, watched)| serde_json::json!(Watcher::new(name, watched, context))).collect()
+    all(context).into_iter().map(|watcher| serde_json::json!(watcher)).collect()
+}
+
+/// Up to `limit` ids of a watcher that are not as they should be.
+pub(crate) fn troubles(context: &Context, name: &str, limit: usize) -> Vec<TroubleReport> {
+    find(context, name).map(|found| found.troubles(limit)).unwrap_or_default()
 }
 
 #[derive(Serialize)]
-struct Shown<'a> {
+struct Shown {
     #[serde(flatten)]
-    watcher: Watcher<'a>,
-    troubles: Vec<InTrouble<'a>>,
-}
-
-#[derive(Serialize)]
-struct InTrouble<'a> {
-    #[serde(flatten)]
-    id: Text<'a>,
-    failures: u32,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    error: Option<&'a str>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    retry_in_ms: Option<u64>,
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    unreadable: Vec<Unreadable<'a>>,
-}
-
-#[derive(Serialize)]
-struct Unreadable<'a> {
-    key_type: &'a str,
-    error: &'a str,
-}
-
-impl<'a> InTrouble<'a> {
-    fn new(id: &'a [u8], trouble: &'a Trouble) -> Self {
-        let unreadable = trouble.unreadable.iter();
-        Self {
-            id: Text::id(id),
-            failures: trouble.failures,
-            error: trouble.error.as_deref(),
-            retry_in_ms: trouble.retry_in.map(millis),
-            unreadable: unreadable
-                .map(|(key_type, error)| Unreadable { key_type, error })
-                .collect(),
-        }
-    }
+    watcher: Watcher,
+    troubles: Vec<TroubleReport>,
 }
 
 pub(crate) async fn show(
@@ -134,37 +88,71 @@ pub(crate) async fn show(
     let limit = query.page()?;
     query.end()?;
     let found = find(&context, &name)?;
-    let troubles = found.handle.troubles(limit);
-    let troubles = troubles.iter().map(|(id, trouble)| InTrouble::new(id.as_bytes(), trouble));
-    let watcher = Watcher::new(&name, found, &context);
-    Ok(Json(Shown { watcher, troubles: troubles.collect() }).into_response())
+    let troubles = found.troubles(limit);
+    let watcher = match found {
+        Found::Ours(watched) => Watcher::ours(&name, watched, &context),
+        Found::Told(_, full, told) => Watcher::told(full, &told),
+    };
+    Ok(Json(Shown { watcher, troubles }).into_response())
 }
 
 #[derive(Serialize)]
 pub(crate) struct Resynced {
-    pub(crate) ids: usize,
+    pub(crate) ids: u64,
 }
 
 pub(crate) async fn resync(
     State(context): State<Context>,
     NamePath(name): NamePath,
 ) -> Result<Json<Resynced>, ApiError> {
-    let handle = &find(&context, &name)?.handle;
-    let ids = handle.status().ids;
-    if handle.resync().await {
-        Ok(Json(Resynced { ids }))
-    } else {
-        let message = "the watcher has stopped";
-        Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "closed", message)
-            .hint("try again when it is up"))
+    let closed = |message: String| {
+        ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "closed", message)
+            .hint("try again when it is up")
+    };
+    match find(&context, &name)? {
+        Found::Ours(Watched { handle, .. }) => {
+            let ids = Report::of(handle).ids;
+            if handle.resync().await {
+                return Ok(Json(Resynced { ids }));
+            }
+            Err(closed("the watcher has stopped".to_owned()))
+        }
+        Found::Told(board, full, told) => match board.resync(&full).await {
+            Ok(()) => Ok(Json(Resynced { ids: told.report.ids })),
+            Err(error) => Err(closed(format!("the wish cannot be written: {error}"))),
+        },
     }
 }
 
-fn find<'a>(context: &'a Context, name: &str) -> Result<&'a Watched, ApiError> {
-    context.watchers.get(name).ok_or_else(|| {
-        ApiError::not_found(format!("there is no watcher {name:?}"))
-            .hint("watchers are declared in vedetta.toml, as [watch.NAME]")
-    })
+/// A watcher of ours, or one that another process tells of, with its full name.
+enum Found<'a> {
+    Ours(&'a Watched),
+    Told(&'a Board, String, Arc<Told>),
+}
+
+impl Found<'_> {
+    fn troubles(&self, limit: usize) -> Vec<TroubleReport> {
+        match self {
+            Self::Ours(watched) => {
+                let troubles = watched.handle.troubles(limit).into_iter();
+                troubles.map(|(id, trouble)| TroubleReport::new(&id, trouble)).collect()
+            }
+            Self::Told(_, _, told) => told.troubles.iter().take(limit).cloned().collect(),
+        }
+    }
+}
+
+fn find<'a>(context: &'a Context, name: &str) -> Result<Found<'a>, ApiError> {
+    if let Some(ours) = context.watchers.get(name) {
+        return Ok(Found::Ours(ours));
+    }
+    let told = context.board.as_ref().and_then(|board| Some((board, board.find(name)?)));
+    if let Some((board, (full, told))) = told {
+        return Ok(Found::Told(board, full, told));
+    }
+    Err(ApiError::not_found(format!("there is no watcher {name:?}")).hint(
+        "watchers are declared in vedetta.toml, as [watch.NAME], or told of by programs, as NAME@PROCESS",
+    ))
 }
 
 /// The watcher named in a path.

@@ -1,4 +1,4 @@
-//! An etcd elsewhere as a source of changes.
+//! An etcd elsewhere as a source of changes, and to write to.
 //!
 //! ```text
 //!               ┌─ node a
@@ -8,12 +8,14 @@
 //!
 //! A list is linearizable and comes in pages of one revision. A watch that is silent is asked whether it
 //! is still there, and one that does not answer is lost. A call tries one node only: when to try again is
-//! up to the caller.
+//! up to the caller. Only a lease is kept alive on whichever node answers.
 
 mod address;
 mod feed;
+mod lease;
 mod line;
 mod registry;
+mod write;
 
 use std::fmt;
 use std::str::FromStr;
@@ -29,8 +31,10 @@ use crate::{ClientTls, TlsError};
 use address::Address;
 pub use address::BadEndpoint;
 pub use feed::ClusterFeed;
+pub use lease::Lease;
 use line::{Line, Settings, User};
 use proto::etcdserverpb::RangeRequest;
+pub use write::{Is, Write, WriteError, Written};
 
 /// The messages, as `build.rs` makes them.
 #[allow(clippy::all, clippy::pedantic, missing_docs, unreachable_pub, dead_code)]
@@ -48,7 +52,8 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// All of a page has so many times that: it may be large.
 const WHOLE_PAGE: u32 = 12;
 
-/// The nodes of an etcd (3.4 or later), or a Vedetta.
+/// The nodes of an etcd (3.4 or later), or a Vedetta. Clones share their connection.
+#[derive(Clone)]
 pub struct Cluster {
     addresses: Vec<Address>,
     settings: Settings,
@@ -86,14 +91,14 @@ impl Cluster {
     /// The same over TLS.
     pub fn tls(mut self, files: &ClientTls) -> Result<Self, TlsError> {
         self.settings.tls = Some(files.load(&[HTTP2])?);
-        Ok(self)
+        Ok(self.apart())
     }
 
     /// The same as a user, wherever the cluster asks who we are.
     #[must_use]
     pub fn user(mut self, name: impl Into<String>, password: impl Into<String>) -> Self {
         self.settings.user = Some(User { name: name.into(), password: password.into() });
-        self
+        self.apart()
     }
 
     /// The same with another patience than 5 s: a connection must stand after that time, a watch that
@@ -102,11 +107,26 @@ impl Cluster {
     #[must_use]
     pub fn patience(mut self, patience: Duration) -> Self {
         self.settings.patience = patience;
-        self
+        self.apart()
+    }
+
+    /// With a connection of its own: what other clones say is not said in its name.
+    fn apart(self) -> Self {
+        Self { turn: Arc::default(), ..self }
+    }
+
+    /// What a key holds now; nothing acknowledged before the call is missing.
+    pub async fn get(&self, key: impl Into<Bytes> + Send) -> Result<Option<Entry>, SourceError> {
+        let page = self.list(KeyRange::One(key.into()), None).await?;
+        Ok(page.entries.into_iter().next())
     }
 
     /// The connection, or a new one.
     async fn line(&self) -> Result<Line, SourceError> {
+        self.line_within(self.settings.patience).await
+    }
+
+    async fn line_within(&self, limit: Duration) -> Result<Line, SourceError> {
         let _connecting = self.turn.connecting.lock().await;
         let at = {
             let now = self.turn.now();
@@ -117,7 +137,7 @@ impl Cluster {
         };
         let address = &self.addresses[at % self.addresses.len()];
         // Boxed: rare and large.
-        match Box::pin(Line::connect(address, &self.settings)).await {
+        match Box::pin(Line::connect(address, &self.settings, limit)).await {
             Ok(line) => {
                 self.turn.now().line = Some(line.clone());
                 Ok(line)
@@ -127,6 +147,37 @@ impl Cluster {
                 Err(error)
             }
         }
+    }
+
+    /// Asks the node whose turn it is. If it does not answer in time, or badly, the next one's comes.
+    async fn ask<T, F>(
+        &self,
+        what: &str,
+        ask: impl FnOnce(Line) -> F + Send,
+    ) -> Result<T, SourceError>
+    where
+        F: Future<Output = Result<T, Status>> + Send,
+    {
+        let limit = self.settings.patience;
+        let line = self.line_within(limit).await?;
+        self.ask_on(&line, what, limit, ask).await
+    }
+
+    async fn ask_on<T, F>(
+        &self,
+        line: &Line,
+        what: &str,
+        limit: Duration,
+        ask: impl FnOnce(Line) -> F + Send,
+    ) -> Result<T, SourceError>
+    where
+        F: Future<Output = Result<T, Status>> + Send,
+    {
+        let answer = match tokio::time::timeout(limit, ask(line.clone())).await {
+            Ok(answer) => answer.map_err(|status| line.lost(&status)),
+            Err(_) => Err(line.silent(what, limit)),
+        };
+        answer.inspect_err(|error| self.turn.failed(line, error))
     }
 
     /// The first keys of a range, as many as fit.

@@ -4,7 +4,8 @@
 //! input ──stdin──► ┌─────────────────────────┐ ──stdout, stderr──► progress, a result, lines of log
 //!                  │ a process group its own │ ──exit code 0──► done
 //!                  └─────────────────────────┘ ──anything else──► the end of stderr, as the error
-//!                     ▲ SIGKILL to all of it: time is up, the run was dropped, or this process ended
+//!                     ▲ SIGTERM, if it may be asked to end; SIGKILL to all of it: time is up, the run
+//!                       was dropped, or this process ended
 //! ```
 //!
 //! What a command that ended by itself leaves in the background goes on as long as this process does; on
@@ -17,6 +18,7 @@ mod output;
 
 use std::ffi::{OsStr, OsString};
 use std::fmt;
+use std::future::{Ready, pending};
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
@@ -135,7 +137,7 @@ impl Command {
     ///
     /// Cancel safety: a dropped future kills the command and all that it started.
     pub async fn run(&self, input: &[u8]) -> Result<(), CommandError> {
-        self.execute(input, None).await.map(drop)
+        self.execute(input, None, None::<Ready<&[Duration]>>).await.map(drop)
     }
 
     /// The same, and `watch` is told what it says meanwhile. On stdout these lines mean something, alone or
@@ -152,13 +154,28 @@ impl Command {
         input: &[u8],
         watch: &dyn Watch,
     ) -> Result<Option<Box<RawValue>>, CommandError> {
-        self.execute(input, Some(watch)).await
+        self.execute(input, Some(watch), None::<Ready<&[Duration]>>).await
     }
 
-    async fn execute(
+    /// The same for what runs until it is told to end. When `stop` is there, it and all of its process group
+    /// get SIGTERM, once before each of the waits that `stop` says; what is left after the last is killed. Once
+    /// it was asked, any end is a good one.
+    ///
+    /// Cancel safety: a dropped future kills the command and all that it started.
+    pub async fn run_until<'a>(
+        &self,
+        input: &[u8],
+        watch: &dyn Watch,
+        stop: impl Future<Output = &'a [Duration]> + Send,
+    ) -> Result<Option<Box<RawValue>>, CommandError> {
+        self.execute(input, Some(watch), Some(stop)).await
+    }
+
+    async fn execute<'a>(
         &self,
         input: &[u8],
         watch: Option<&dyn Watch>,
+        stop: Option<impl Future<Output = &'a [Duration]> + Send>,
     ) -> Result<Option<Box<RawValue>>, CommandError> {
         let guarded = guard::ids().map_err(CommandError::Guard)?;
         let child = tokio::process::Command::new(&self.program)
@@ -176,6 +193,7 @@ impl Command {
         let stdin = group.0.stdin.take();
         let pipes = (group.0.stdout.take(), group.0.stderr.take());
         let (mut stdout, mut stderr) = (Stdout::new(watch), Stderr::new(watch));
+        let (pid, mut is_asked) = (group.pid(), false);
         let ended = {
             let feed = async move {
                 if let Some(mut stdin) = stdin {
@@ -188,7 +206,19 @@ impl Command {
                 let stderr = output::read(pipes.1, |bytes| stderr.take(bytes));
                 tokio::join!(stdout, stderr);
             };
+            let ask = async {
+                let Some(stop) = stop else { return pending().await };
+                let waits = stop.await;
+                is_asked = true;
+                for wait in waits {
+                    signal(pid, Signal::TERM);
+                    tokio::time::sleep(*wait).await;
+                }
+                signal(pid, Signal::KILL);
+                pending().await
+            };
             let (mut feed, mut read) = (std::pin::pin!(feed), std::pin::pin!(read));
+            let mut ask = std::pin::pin!(ask); // polled only while it has not been waited for
             let (mut is_fed, mut is_read) = (false, false);
             let whole = async {
                 loop {
@@ -196,6 +226,7 @@ impl Command {
                         status = group.0.wait() => break status,
                         () = &mut feed, if !is_fed => is_fed = true,
                         () = &mut read, if !is_read => is_read = true,
+                        () = &mut ask => {}
                     }
                 }
             };
@@ -212,7 +243,7 @@ impl Command {
         };
         let (result, stderr) = (stdout.end(), stderr.end());
         match ended {
-            Ok(Ok(status)) if status.success() => Ok(result),
+            Ok(Ok(status)) if status.success() || is_asked => Ok(result),
             Ok(Ok(status)) => Err(CommandError::Failed { status, stderr }),
             Ok(Err(error)) => Err(CommandError::Wait(error)),
             Err(_) => Err(CommandError::Timeout { limit: self.limit, stderr }),
@@ -225,12 +256,20 @@ impl Command {
 struct Group(Child);
 
 impl Group {
+    fn pid(&self) -> Option<Pid> {
+        self.0.id().and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw)
+    }
+
     fn kill(&self) {
-        let pid = self.0.id().and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw);
-        if let Some(pid) = pid {
-            // It may just have ended by itself.
-            let _ = kill_process_group(pid, Signal::KILL);
-        }
+        signal(self.pid(), Signal::KILL);
+    }
+}
+
+/// To all of a group.
+fn signal(pid: Option<Pid>, signal: Signal) {
+    if let Some(pid) = pid {
+        // It may just have ended by itself.
+        let _ = kill_process_group(pid, signal);
     }
 }
 
@@ -392,6 +431,37 @@ mod tests {
             () = until("line", || !told.log.lock().is_empty() && !told.progress.lock().is_empty()) => {}
         }
         assert_eq!(*told.log.lock(), ["one"]);
+    }
+
+    #[tokio::test]
+    async fn what_is_asked_to_end_has_its_time_and_is_then_killed() {
+        let waits = [Duration::from_millis(100), Duration::from_secs(60)];
+        let begun = |told: &Told| !told.log.lock().is_empty();
+        // The first time is not heard.
+        let script = "n=0; trap 'n=$((n+1)); [ $n = 2 ] && echo bye >&2 && exit 5' TERM; \
+                      echo here >&2; while :; do sleep 0.01; done";
+        let told = Told::default();
+        let stop = async {
+            until("start", || begun(&told)).await;
+            &waits[..]
+        };
+        shell(script).run_until(b"", &told, stop).await.unwrap();
+        let log = told.log.lock().clone(); // the shell may tell of what it waited for
+        assert_eq!((log[0].as_str(), log[log.len() - 1].as_str()), ("here", "bye"));
+
+        let told = Told::default();
+        let deaf = shell("trap '' TERM; sleep 600 & echo $! >&2; wait; sleep 600");
+        let stop = async {
+            until("start", || begun(&told)).await;
+            &waits[..1]
+        };
+        deaf.run_until(b"", &told, stop).await.unwrap();
+        let pid = told.log.lock()[0].clone();
+        until("end of the child", || !alive(&pid)).await;
+
+        // One that ends by itself is as good or bad as ever.
+        let error = shell("exit 3").run_until(b"", &told, pending()).await.unwrap_err();
+        assert_eq!(error.to_string(), "it ended with exit code 3");
     }
 
     #[tokio::test]

@@ -3,13 +3,14 @@
 //! [`Runner`] owns the schedule, the slots and what runs. [`Watcher`] keeps a typed picture of what a
 //! [`Source`](vedetta_core::Source) says should be, and has a [`Runner`] bring each part of it about.
 //! [`Declared`] is a watcher that runs a [`Command`] for that. [`Puller`] works a
-//! [`Queue`](vedetta_core::Queue) with one.
+//! [`Queue`](vedetta_core::Queue) with one. [`told`] is what processes say of their watchers to each other.
 
 mod command;
 mod declared;
 mod puller;
 mod room;
 mod runner;
+pub mod told;
 pub mod watcher;
 
 pub use command::{Command, CommandError, Watch};

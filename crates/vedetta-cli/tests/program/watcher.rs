@@ -5,6 +5,8 @@ use std::io::{BufRead as _, BufReader, Read};
 use std::path::Path;
 
 use serde_json::{Value, json};
+use vedetta::runtime::watcher::{BoxError, Effect, Id};
+use vedetta::runtime::{Next, Reconcile, State, Watcher};
 
 use crate::support::{Ran, Running, Server, http, run, temp, until, vedetta};
 
@@ -302,6 +304,97 @@ fn doctor_finds_commands_that_cannot_be_run() {
     let list: Value = answer.unwrap().body_mut().read_json().unwrap();
     assert_eq!(list["watchers"].as_array().unwrap().len(), 4, "they start all the same: {list}");
     server.stop();
+}
+
+/// Numbers, of which zero will not do.
+#[derive(Debug, Clone, Default)]
+struct Number(u32);
+
+impl State for Number {
+    fn apply(&mut self, _: &str, value: Option<&[u8]>) -> Result<Effect, BoxError> {
+        self.0 = str::from_utf8(value.unwrap_or(b"0"))?.parse()?;
+        Ok(Effect::Wanted)
+    }
+}
+
+struct NotZero;
+
+impl Reconcile for NotZero {
+    type State = Number;
+
+    async fn reconcile(&self, _: &Id, number: Option<&Number>) -> Result<Next, BoxError> {
+        match number {
+            Some(Number(0)) => Err("it is zero".into()),
+            _ => Ok(Next::Done),
+        }
+    }
+}
+
+/// This test is the program that tells. The second server has its store at the first one.
+#[test]
+fn watchers_of_another_program_are_listed_shown_and_run_again() {
+    let (there, here) = (temp(), temp());
+    let config = "[watch.numbers]\nprefix = '/own/'\nrun = ['true']";
+    write(there.path(), &[("vedetta.toml", config)]);
+    let store = Server::start(there.path());
+    let nodes = store.etcd.replace("http://", "etcd://");
+    write(here.path(), &[("vedetta.toml", &format!("[store]\nurl = '{nodes}'"))]);
+    let second = Server::start(here.path());
+
+    let program = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
+    let cluster: vedetta::etcd::Cluster = nodes.parse().unwrap();
+    let (watching, telling) = program.block_on(async {
+        cluster.put("/n/1/x", "1").await.unwrap();
+        cluster.put("/n/2/x", "0").await.unwrap();
+        let watching = Watcher::new("/n/").start(cluster.clone(), NotZero);
+        let telling = vedetta::etcd::tell(&cluster, "counts", watching.handle());
+        (watching, telling)
+    });
+    let program_of = |server: &Server| {
+        let list = watcher(server, &["list", "--output", "json"]).json();
+        let all = list["watchers"].as_array().unwrap().clone();
+        all.into_iter().find(|watcher| watcher["process"].is_string())
+    };
+    for (server, listed) in [(&store, 2), (&second, 1)] {
+        until("it is told", || {
+            program_of(server)
+                .is_some_and(|told| told["phase"] == "following" && told["failing"] == 1)
+        });
+        let told = program_of(server).unwrap();
+        let process = told["process"].as_str().unwrap();
+        assert!(process.ends_with(&format!("-{}", std::process::id())), "{told}");
+        let full = format!("counts@{process}");
+        assert_eq!((&told["name"], &told["prefix"]), (&json!(full), &json!("/n/")), "{told}");
+        assert_eq!(told["behind"], Value::Null, "{told}");
+        let table = watcher(server, &["list"]);
+        assert_eq!(table.out.lines().count(), 1 + listed, "{table:?}");
+        assert!(table.out.contains(&full), "{table:?}");
+        for name in ["counts", &full] {
+            let shown = show(server, name);
+            assert_eq!(shown["name"], json!(full), "{shown}");
+            let trouble = &shown["troubles"][0];
+            assert_eq!((&trouble["id"], &trouble["error"]), (&json!("2"), &json!("it is zero")));
+        }
+        let page = http().get(format!("{}/watchers", server.url)).call();
+        let page = page.unwrap().body_mut().read_to_string().unwrap();
+        assert!(page.contains(&full) && page.contains("it is zero"), "{page}");
+
+        let done = watching.status().done;
+        let again = watcher(server, &["resync", "counts"]);
+        assert_eq!((again.code, again.out.as_str()), (0, "running again: 2 ids\n"), "{again:?}");
+        until("it runs again", || watching.status().done > done);
+        let shown = show(server, &full);
+        assert_eq!(shown["name"], json!(full), "{shown}");
+    }
+    assert_eq!(show(&store, "numbers")["prefix"], "/own/", "its own are still there");
+    let none = watcher(&store, &["show", "nobody"]);
+    assert_eq!(none.code, 3, "{none:?}");
+
+    program.block_on(telling.end());
+    until("it is gone", || program_of(&store).is_none() && program_of(&second).is_none());
+    program.block_on(watching.stop(std::time::Duration::ZERO));
+    second.stop();
+    store.stop();
 }
 
 #[test]

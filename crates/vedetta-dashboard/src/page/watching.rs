@@ -4,7 +4,7 @@ use axum::extract::State;
 use axum::response::Response;
 use maud::{Markup, html};
 use serde_json::Value;
-use vedetta_runtime::watcher::Trouble;
+use vedetta_runtime::told::TroubleReport;
 
 use super::parts::{self, action, empty, number, part, span, visible};
 use super::{Tab, Visit};
@@ -83,8 +83,8 @@ fn watched(context: &Context, visit: &Visit, mut query: Query) -> Result<Markup,
                     td.error { span.long data-f="last_error" { (text(row, "last_error")) } }
                     td.actions { (action(visit, &visit.here, &format!("/watchers/{}/resync", part(name)), "Resync", &format!("watcher {name}"))) }
                 }
-                @for (id, trouble) in context.watchers.get(name).map(|watched| watched.handle.troubles(SHOWN as usize)).unwrap_or_default() {
-                    (troubled(name, Some((&String::from_utf8_lossy(id.as_bytes()), &trouble))))
+                @for trouble in watcher_api::troubles(context, name, SHOWN as usize) {
+                    (troubled(name, Some(&trouble)))
                 }
             }
         }
@@ -96,22 +96,30 @@ fn watched(context: &Context, visit: &Visit, mut query: Query) -> Result<Markup,
 }
 
 /// What is wrong with an id; without one, the row that scripts fill.
-fn troubled(watcher: &str, found: Option<(&str, &Trouble)>) -> Markup {
-    let (id, why) = found.map(|(id, trouble)| (visible(id), said(trouble))).unwrap_or_default();
+fn troubled(watcher: &str, found: Option<&TroubleReport>) -> Markup {
+    let (id, why) = found.map(|trouble| (named(trouble), said(trouble))).unwrap_or_default();
     html! {
         tr.trouble data-of=(watcher) { td colspan="12" { code data-f="id" { (id) } " " span.long data-f="why" { (why) } } }
     }
 }
 
-fn said(trouble: &Trouble) -> String {
+fn named(trouble: &TroubleReport) -> String {
+    match (&trouble.id, &trouble.id_b64) {
+        (Some(id), _) => visible(id),
+        (None, b64) => format!("base64 {}", visible(b64.as_deref().unwrap_or_default())),
+    }
+}
+
+fn said(trouble: &TroubleReport) -> String {
     let mut why = Vec::new();
     if let Some(error) = &trouble.error {
-        let again = trouble.retry_in.map(|wait| format!(", again in {}", span(wait)));
+        let wait = trouble.retry_in_ms.map(std::time::Duration::from_millis);
+        let again = wait.map(|wait| format!(", again in {}", span(wait)));
         let times = trouble.failures;
         why.push(format!("failed {times} times{}: {error}", again.unwrap_or_default()));
     }
     let unreadable = trouble.unreadable.iter();
-    why.extend(unreadable.map(|(key_type, error)| format!("cannot read {key_type}: {error}")));
+    why.extend(unreadable.map(|bad| format!("cannot read {}: {}", bad.key_type, bad.error)));
     visible(&why.join("\n"))
 }
 

@@ -79,16 +79,16 @@ struct Wire {
 }
 
 impl Line {
-    /// Connects within our patience.
+    /// Connects within a time.
     pub(super) async fn connect(
         address: &Address,
         settings: &Settings,
+        limit: Duration,
     ) -> Result<Self, SourceError> {
         let secure = address.tls.unwrap_or(settings.tls.is_some());
         let address = Address { tls: Some(secure), ..address.clone() };
         let endpoint = address.to_string();
-        let connected =
-            tokio::time::timeout(settings.patience, Self::open(&address, settings)).await;
+        let connected = tokio::time::timeout(limit, Self::open(&address, settings)).await;
         match connected {
             Ok(Ok((requests, connection))) => {
                 let place = endpoint.split_once("://").map_or(&endpoint[..], |(_, place)| place);

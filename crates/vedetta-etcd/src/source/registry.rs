@@ -14,8 +14,8 @@ use super::proto::etcdserverpb::lease_client::LeaseClient;
 use super::proto::etcdserverpb::request_op::Request;
 use super::proto::etcdserverpb::response_op::Response;
 use super::proto::etcdserverpb::{
-    Compare, DeleteRangeRequest, LeaseGrantRequest, LeaseKeepAliveRequest, LeaseRevokeRequest,
-    PutRequest, RangeRequest, RequestOp, TxnRequest, TxnResponse,
+    Compare, DeleteRangeRequest, LeaseGrantRequest, LeaseGrantResponse, LeaseKeepAliveRequest,
+    LeaseRevokeRequest, PutRequest, RangeRequest, RequestOp, TxnRequest, TxnResponse,
 };
 
 /// Each call is answered within our [patience](Cluster::patience), or the next node's turn comes. So that
@@ -24,25 +24,12 @@ impl Registry for Cluster {
     type Lease = i64;
 
     async fn begin(&self, ttl: Duration) -> Result<i64, SourceError> {
-        // etcd counts in seconds.
-        let ttl = ttl.as_secs() + u64::from(ttl.subsec_nanos() > 0);
-        let ask = LeaseGrantRequest { ttl: i64::try_from(ttl).unwrap_or(i64::MAX), id: 0 };
-        let granted = self.ask("the lease", async move |line: Line| {
-            line.as_user(async |line| LeaseClient::new(line).lease_grant(ask).await).await
-        });
-        Ok(granted.await?.id)
+        Ok(self.grant(ttl).await?.id)
     }
 
     async fn renew(&self, lease: &i64) -> Result<bool, SourceError> {
-        let ask = LeaseKeepAliveRequest { id: *lease };
-        let left = self.ask("the lease", async move |line: Line| {
-            let answers = line.as_user(async |line| {
-                LeaseClient::new(line).lease_keep_alive(stream::iter([ask])).await
-            });
-            let answer = answers.await?.message().await?;
-            Ok(answer.ok_or_else(|| Status::unavailable("it did not say how long it lasts"))?.ttl)
-        });
-        Ok(left.await? > 0)
+        let left = self.keep_alive(*lease, self.settings.patience).await?;
+        Ok(left.is_some())
     }
 
     async fn end(&self, lease: &i64) -> Result<(), SourceError> {
@@ -95,26 +82,37 @@ impl Registry for Cluster {
 }
 
 impl Cluster {
-    /// Asks the node whose turn it is. If it does not answer in time, or badly, the next one's comes.
-    async fn ask<T, F>(
+    pub(super) async fn grant(&self, ttl: Duration) -> Result<LeaseGrantResponse, SourceError> {
+        // etcd counts in seconds.
+        let ttl = ttl.as_secs() + u64::from(ttl.subsec_nanos() > 0);
+        let ask = LeaseGrantRequest { ttl: i64::try_from(ttl).unwrap_or(i64::MAX), id: 0 };
+        let granted = self.ask("the lease", async move |line: Line| {
+            line.as_user(async |line| LeaseClient::new(line).lease_grant(ask).await).await
+        });
+        granted.await
+    }
+
+    /// Prolongs a lease, and tells for how long; nothing if it is over.
+    pub(super) async fn keep_alive(
         &self,
-        what: &str,
-        ask: impl FnOnce(Line) -> F + Send,
-    ) -> Result<T, SourceError>
-    where
-        F: Future<Output = Result<T, Status>> + Send,
-    {
-        let line = self.line().await?;
-        let limit = line.patience();
-        let answer = match tokio::time::timeout(limit, ask(line.clone())).await {
-            Ok(answer) => answer.map_err(|status| line.lost(&status)),
-            Err(_) => Err(line.silent(what, limit)),
-        };
-        answer.inspect_err(|error| self.turn.failed(&line, error))
+        lease: i64,
+        limit: Duration,
+    ) -> Result<Option<Duration>, SourceError> {
+        let ask = LeaseKeepAliveRequest { id: lease };
+        let line = self.line_within(limit).await?;
+        let answer = self.ask_on(&line, "the lease", limit, async move |line: Line| {
+            let answers = line.as_user(async |line| {
+                LeaseClient::new(line).lease_keep_alive(stream::iter([ask])).await
+            });
+            let answer = answers.await?.message().await?;
+            Ok(answer.ok_or_else(|| Status::unavailable("it did not say how long it lasts"))?.ttl)
+        });
+        let left = u64::try_from(answer.await?).unwrap_or(0);
+        Ok((left > 0).then(|| Duration::from_secs(left)))
     }
 }
 
-fn equal(key: Bytes, target: CompareTarget, with: TargetUnion) -> Compare {
+pub(super) fn equal(key: Bytes, target: CompareTarget, with: TargetUnion) -> Compare {
     Compare {
         result: CompareResult::Equal.into(),
         target: target.into(),
@@ -124,7 +122,7 @@ fn equal(key: Bytes, target: CompareTarget, with: TargetUnion) -> Compare {
     }
 }
 
-fn revision(done: &TxnResponse) -> Revision {
+pub(super) fn revision(done: &TxnResponse) -> Revision {
     Revision(done.header.as_ref().map_or(0, |header| header.revision).cast_unsigned())
 }
 

@@ -1,0 +1,299 @@
+//! The process that streams rooms: for each one that is on air and assigned to it, a [`Stream`].
+//!
+//! ```text
+//! /rooms/{id}/livemeta: on air, ours ──► a port, FFmpeg, /rooms/{id}/mixer
+//!                       anything else ──► FFmpeg is ended, the port given back, the key removed if it is ours
+//!                       gone ──► the folder, too
+//! ```
+
+use std::collections::HashMap;
+use std::net::Ipv4Addr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use parking_lot::Mutex;
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+use tokio_util::sync::CancellationToken;
+use vedetta::core::explain;
+use vedetta::etcd::{Cluster, tell};
+use vedetta::runtime::watcher::{BoxError, Id, Wanted};
+use vedetta::runtime::{Next, Reconcile, Watcher, Watching};
+
+use crate::leftovers::{Media, kill_leftovers};
+use crate::model::{Kind, MixerAt, ROOMS, Room, ssrc};
+use crate::ports::{Pool, Ports};
+use crate::presence::{Presence, Voice, heartbeat, mark_ready};
+use crate::programs::find;
+use crate::store::{publish, withdraw};
+use crate::stream::{Announce, Codec, Making, Stream};
+
+/// How long the store may take to answer at the start.
+const START: Duration = Duration::from_secs(60);
+/// How long what runs may take to end.
+const GRACE: Duration = Duration::from_secs(8);
+/// Every room is looked at once in this time, whether anything changed or not.
+const RESYNC: Duration = Duration::from_secs(30);
+
+/// How a mixer is run.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// What it is called
+    #[arg(long, value_parser = crate::model::parse_id)]
+    pub id: String,
+    /// The ports that it may take RTP on, two for each room
+    #[arg(long, default_value = "42000-42199")]
+    pub ports: Ports,
+    /// The folder of the streams: DIR/{room}/index.m3u8
+    #[arg(long, value_name = "DIR")]
+    pub media: PathBuf,
+    /// How many rooms it can stream [default: as many as there are ports, at most 50]
+    #[arg(long)]
+    pub capacity: Option<u32>,
+    /// The address at which it takes RTP
+    #[arg(long, default_value_t = Ipv4Addr::LOCALHOST)]
+    pub host: Ipv4Addr,
+    /// What the sound is made into
+    #[arg(long, value_enum, default_value_t = Codec::Aac)]
+    pub codec: Codec,
+    /// Ready for rooms at its first start, without being marked so
+    #[arg(long)]
+    pub ready: bool,
+    /// How many seconds its rooms have to be moved to others when it is to end
+    #[arg(long, value_name = "SECONDS", default_value_t = 5)]
+    pub drain: u64,
+}
+
+/// Streams rooms until `stop`; then lets others take them, and leaves.
+pub async fn run(store: Cluster, args: Args, stop: CancellationToken) -> anyhow::Result<()> {
+    let ffmpeg = find("ffmpeg")?;
+    let media = Arc::new(Media::open(&args.media, &args.id)?);
+    let owner = media.owner();
+    let left = tokio::task::spawn_blocking(move || kill_leftovers(&owner)).await?;
+    match left.context("cannot end what a former mixer has left")? {
+        0 => {}
+        left => tracing::warn!(left, "ended what a former mixer has left"),
+    }
+    let pairs = args.ports.pairs();
+    let capacity = args.capacity.unwrap_or(50).min(pairs);
+    let beat = heartbeat(args.host.to_string(), capacity);
+    let mut presence = Presence::start(store.clone(), Kind::Mixer, &args.id, Some(beat));
+    tokio::select! {
+        joined = presence.joined() => joined?,
+        () = stop.cancelled() => return Ok(()),
+    }
+    if args.ready {
+        mark_ready(&store, Kind::Mixer, &args.id).await.context("cannot mark it as ready")?;
+    }
+    let pool = Pool::new(args.host, args.ports);
+    let making = Making { ffmpeg, owner: media.owner(), host: args.host, pool, codec: args.codec };
+    let mixer = Arc::new(Mixer {
+        me: args.id.clone(),
+        store: store.clone(),
+        media,
+        making,
+        streams: Mutex::default(),
+        voice: presence.voice(),
+    });
+    let watching = Watcher::new(ROOMS)
+        .key_types(["livemeta", "mixer"])
+        .resync_every(RESYNC)
+        .start(store.clone(), Rooms(Arc::clone(&mixer)));
+    let telling = tell(&store, &format!("mixer-{}", args.id), watching.handle());
+    watching.ready(START).await.context("cannot read the rooms from the store")?;
+    println!("mixer {} ready, pid {}", args.id, std::process::id());
+
+    let taken = tokio::select! {
+        () = stop.cancelled() => None,
+        taken = presence.taken() => Some(taken),
+    };
+    if taken.is_none() {
+        mixer.voice.leaving();
+        mixer.drained(&watching, Duration::from_secs(args.drain)).await;
+    }
+    watching.stop(GRACE).await;
+    mixer.end().await;
+    tokio::join!(presence.leave(), telling.end());
+    taken.map_or(Ok(()), |taken| Err(taken.into()))
+}
+
+struct Mixer {
+    me: String,
+    store: Cluster,
+    media: Arc<Media>,
+    making: Making,
+    streams: Mutex<HashMap<String, Arc<Running>>>,
+    voice: Voice,
+}
+
+/// A stream, and for which assignment it was begun.
+struct Running {
+    stream: Stream,
+    generation: u64,
+}
+
+impl Mixer {
+    fn stream(&self, room: &str) -> Option<Arc<Running>> {
+        self.streams.lock().get(room).cloned()
+    }
+
+    /// What the key of a room says while a stream takes packets there.
+    fn at(&self, room: &str, generation: u64, port: u16) -> MixerAt {
+        let ssrc = ssrc(room, generation);
+        MixerAt { mixer_id: self.me.clone(), host: self.making.host, port, ssrc, generation }
+    }
+
+    fn tell_load(&self) {
+        self.voice.load(self.streams.lock().len());
+    }
+
+    /// Has a room streamed.
+    fn begin(self: &Arc<Self>, room: &str, generation: u64) {
+        tracing::info!(room, generation, "on air here");
+        let announcer = Announcer { mixer: Arc::clone(self), room: room.to_owned(), generation };
+        let stream = Stream::start(self.making.clone(), self.media.of(room), generation, announcer);
+        let running = Arc::new(Running { stream, generation });
+        self.streams.lock().insert(room.to_owned(), running);
+        self.tell_load();
+    }
+
+    /// Ends the stream of a room; when this returns nothing of it runs.
+    async fn end_stream(&self, room: &str) -> bool {
+        let Some(running) = self.stream(room) else { return false };
+        running.stream.stop().await;
+        self.streams.lock().remove(room);
+        self.tell_load();
+        tracing::info!(room, "no longer on air here");
+        true
+    }
+
+    /// Removes what we said of a room.
+    async fn withdraw(&self, room: &str) -> Result<(), BoxError> {
+        let is_ours = |at: &MixerAt| at.mixer_id == self.me;
+        Ok(withdraw(&self.store, Kind::Mixer, room, is_ours).await?)
+    }
+
+    /// Waits until we have no rooms any more, or nobody can take them.
+    async fn drained(&self, watching: &Watching<Room>, patience: Duration) {
+        let drained = async {
+            let is_ours = |room: &Room| room.run_by(Kind::Mixer, &self.me).is_some();
+            while !self.streams.lock().is_empty()
+                || watching.all().iter().any(|(_, room)| is_ours(room))
+            {
+                sleep(Duration::from_millis(50)).await;
+            }
+        };
+        if timeout(patience, drained).await.is_err() {
+            let left = self.streams.lock().len();
+            tracing::warn!(left, "nobody took all of our rooms: ending their streams");
+        }
+    }
+
+    /// Ends every stream.
+    async fn end(self: &Arc<Self>) {
+        let rooms: Vec<String> = self.streams.lock().keys().cloned().collect();
+        let mut ending = JoinSet::new();
+        for room in rooms {
+            let mixer = Arc::clone(self);
+            ending.spawn(async move {
+                mixer.end_stream(&room).await;
+                let withdrawn = timeout(Duration::from_secs(3), mixer.withdraw(&room)).await;
+                if !matches!(withdrawn, Ok(Ok(()))) {
+                    tracing::warn!(room, "the store does not know that it is no longer mixed here");
+                }
+            });
+        }
+        ending.join_all().await;
+    }
+}
+
+/// Tells the store, and so Janus, where a room's packets are to go.
+struct Announcer {
+    mixer: Arc<Mixer>,
+    room: String,
+    generation: u64,
+}
+
+impl Announce for Announcer {
+    async fn announce(&self, port: u16) {
+        let Self { mixer, room, generation } = self;
+        let at = mixer.at(room, *generation, port);
+        loop {
+            match publish(&mixer.store, (Kind::Mixer, &mixer.me), room, &at).await {
+                Ok(true) => return tracing::info!(room, port, "takes packets"),
+                // It is no longer ours, and ends soon.
+                Ok(false) => return,
+                Err(error) => tracing::warn!(room, error = explain(&error), "cannot tell where"),
+            }
+            sleep(Duration::from_millis(500)).await;
+        }
+    }
+}
+
+struct Rooms(Arc<Mixer>);
+
+impl Reconcile for Rooms {
+    type State = Room;
+
+    async fn rebuild(&self, wanted: &Wanted<Room>) -> Result<(), BoxError> {
+        let mixer = &self.0;
+        let is_ours = |room: &String| {
+            let state = wanted.get(room.as_bytes());
+            state.is_some_and(|state| state.run_by(Kind::Mixer, &mixer.me).is_some())
+        };
+        let streams: Vec<String> = mixer.streams.lock().keys().cloned().collect();
+        for room in streams.into_iter().filter(|room| !is_ours(room)) {
+            mixer.end_stream(&room).await;
+        }
+        let media = Arc::clone(&mixer.media);
+        let folders =
+            tokio::task::spawn_blocking(move || media.tidy().and_then(|()| media.rooms()));
+        for room in folders.await?? {
+            if !wanted.contains(room.as_bytes()) {
+                remove_folder(mixer, &room).await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn reconcile(&self, id: &Id, room: Option<&Room>) -> Result<Next, BoxError> {
+        let mixer = &self.0;
+        // What is called otherwise was not made by `rooms`, and could lead out of our folder.
+        let Some(id) = str::from_utf8(id.as_bytes()).ok().filter(|id| crate::model::is_id(id))
+        else {
+            return Ok(Next::Done);
+        };
+        if let Some(meta) = room.and_then(|room| room.run_by(Kind::Mixer, &mixer.me)) {
+            let running = mixer.stream(id).filter(|running| running.generation == meta.generation);
+            let Some(running) = running else {
+                // Another assignment is another port: what was sent for the former one may go on for a while.
+                mixer.end_stream(id).await;
+                mixer.begin(id, meta.generation);
+                return Ok(Next::Done);
+            };
+            let there = room.and_then(|room| room.mixer.as_ref());
+            let port = running.stream.port();
+            let at = port.map(|port| mixer.at(id, running.generation, port));
+            if at.as_ref().is_some_and(|at| Some(at) != there) {
+                running.stream.announce_again();
+            }
+            return Ok(Next::Done);
+        }
+        let had = mixer.end_stream(id).await;
+        let said = room.and_then(|room| room.mixer.as_ref());
+        if had || said.is_some_and(|at| at.mixer_id == mixer.me) {
+            mixer.withdraw(id).await?;
+        }
+        if room.is_none_or(Room::is_gone) {
+            remove_folder(mixer, id).await?;
+        }
+        Ok(Next::Done)
+    }
+}
+
+async fn remove_folder(mixer: &Mixer, room: &str) -> Result<(), BoxError> {
+    let (media, room) = (Arc::clone(&mixer.media), room.to_owned());
+    Ok(tokio::task::spawn_blocking(move || media.remove(&room)).await??)
+}

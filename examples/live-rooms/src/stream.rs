@@ -1,0 +1,484 @@
+//! The stream of a room: an FFmpeg from RTP to HLS, begun again whenever it ends or stalls.
+//!
+//! ```text
+//! a port ──► FFmpeg ──► told where it listens ──► fed: it gets on ──► …
+//!   ▲          │ ended, or not fed for 5 s: stopped, waited for, its port given back
+//!   └── wait ◄─┘ 0.1 s, 0.2 s … 10 s
+//! ```
+//!
+//! Each FFmpeg gets another port than the one before it. FFmpeg ends with code 0 for many reasons, so any end
+//! that nobody asked for is a failure.
+
+use std::ffi::OsString;
+use std::net::Ipv4Addr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::sync::{Notify, watch};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep, sleep_until};
+use tokio_util::sync::CancellationToken;
+use vedetta::core::{Backoff, explain};
+use vedetta::runtime::{Command, Watch};
+
+use crate::ports::{Pool, Port};
+
+/// One that was fed and gets on no more is stuck.
+const STALLED: Duration = Duration::from_secs(5);
+/// The first packet may take longer: Janus has to be told where to send.
+const FIRST: Duration = Duration::from_secs(15);
+/// One that went well for so long had no part in what came before.
+const WELL: Duration = Duration::from_secs(30);
+/// It is asked to end, once more after the first of these times, and killed after the second: it does not
+/// hear the first time while it waits for a packet.
+const STOP: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(4)];
+/// Nobody listens for so long.
+const LONGEST: Duration = Duration::from_secs(366 * 24 * 3600);
+/// In the environment of every FFmpeg: which mixer it is of.
+pub const VARIABLE: &str = "LIVE_ROOMS_MIXER";
+/// The playlist of a stream, in its folder.
+pub const PLAYLIST: &str = "index.m3u8";
+/// What FFmpeg is told to take, in the same folder; shows that the folder is ours.
+pub const SDP: &str = "room.sdp";
+
+/// What the sound is made into.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Codec {
+    /// AAC, which everything plays.
+    Aac,
+    /// The Opus that comes in: a third of the work, and not everything plays it.
+    Copy,
+}
+
+/// How to make a stream.
+#[derive(Debug, Clone)]
+pub struct Making {
+    /// The program.
+    pub ffmpeg: PathBuf,
+    /// Whose it is: the value of [`VARIABLE`].
+    pub owner: OsString,
+    /// Where it listens.
+    pub host: Ipv4Addr,
+    /// On one of these ports.
+    pub pool: Pool,
+    /// What it makes.
+    pub codec: Codec,
+}
+
+/// Is told where a stream takes its packets. It tries until it has said so, and is dropped when that is no
+/// longer true.
+pub trait Announce: Send + Sync + 'static {
+    /// This is the port.
+    fn announce(&self, port: u16) -> impl Future<Output = ()> + Send;
+}
+
+/// A stream that is made, until it is stopped. Dropped, its FFmpeg is killed.
+pub struct Stream {
+    stop: CancellationToken,
+    again: Arc<Notify>,
+    port: watch::Receiver<Option<u16>>,
+    task: tokio::sync::Mutex<JoinHandle<()>>,
+}
+
+impl Stream {
+    /// Begins it in this folder. What it writes is called after the assignment, so that whoever had the
+    /// room before and has not noticed yet does not write into it.
+    pub fn start(
+        making: Making,
+        folder: PathBuf,
+        generation: u64,
+        announce: impl Announce,
+    ) -> Self {
+        let (stop, again) = (CancellationToken::new(), Arc::new(Notify::new()));
+        let (told, port) = watch::channel(None);
+        let maker = Maker { making, folder, generation, port: told, again: Arc::clone(&again) };
+        let task = tokio::spawn(maker.run(announce, stop.clone())).into();
+        Self { stop, again, port, task }
+    }
+
+    /// Where it takes its packets now.
+    pub fn port(&self) -> Option<u16> {
+        *self.port.borrow()
+    }
+
+    /// Says again where it takes its packets.
+    pub fn announce_again(&self) {
+        self.again.notify_one();
+    }
+
+    /// Ends it. When this returns its FFmpeg has ended and its port was given back.
+    pub async fn stop(&self) {
+        self.stop.cancel();
+        let mut task = self.task.lock().await;
+        if !task.is_finished() {
+            // Nobody aborts it but our end.
+            let _ = (&mut *task).await;
+        }
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        self.task.get_mut().abort();
+    }
+}
+
+struct Maker {
+    making: Making,
+    folder: PathBuf,
+    generation: u64,
+    port: watch::Sender<Option<u16>>,
+    again: Arc<Notify>,
+}
+
+impl Maker {
+    async fn run(self, announce: impl Announce, stop: CancellationToken) {
+        let (backoff, mut failures) = (Backoff::default(), 0);
+        while !stop.is_cancelled() {
+            let begun = Instant::now();
+            let taken = tokio::select! {
+                taken = self.making.pool.take() => taken,
+                () = stop.cancelled() => return,
+            };
+            let ended = match taken {
+                Some(port) => self.once(port, &announce, &stop).await,
+                None => Err("no port is free".to_owned()),
+            };
+            self.port.send_replace(None);
+            let Err(why) = ended else { return };
+            if begun.elapsed() > WELL {
+                failures = 0;
+            }
+            let wait = backoff.delay(failures, 0.0);
+            failures += 1;
+            tracing::warn!(folder = %self.folder.display(), why, ?wait, "a stream broke off");
+            tokio::select! {
+                () = sleep(wait) => {}
+                () = stop.cancelled() => {}
+            }
+        }
+    }
+
+    /// One FFmpeg, to its end: fine only if that was asked for. The port is given back when it has ended.
+    async fn once(
+        &self,
+        port: Port,
+        announce: &impl Announce,
+        stop: &CancellationToken,
+    ) -> Result<(), String> {
+        let sdp = sdp(self.making.host, port.number());
+        let prepared = prepare(&self.folder, &sdp).await;
+        prepared.map_err(|error| format!("{}: {error}", self.folder.display()))?;
+        let fed = Fed::new();
+        let stalled = Mutex::new(false);
+        let end = async {
+            tokio::select! {
+                () = stop.cancelled() => {}
+                () = fed.stalls() => *stalled.lock() = true,
+            }
+            // One that has got nothing would write an empty segment.
+            if fed.reached().is_some() { &STOP[..] } else { &[] }
+        };
+        let command = self.command();
+        let run = command.run_until(b"", &fed, end);
+        self.port.send_replace(Some(port.number()));
+        let tell = async {
+            loop {
+                announce.announce(port.number()).await;
+                self.again.notified().await;
+            }
+        };
+        let ended = tokio::select! {
+            ended = run => ended,
+            () = tell => unreachable!("it tells for ever"),
+        };
+        match ended {
+            _ if stop.is_cancelled() => Ok(()),
+            Ok(_) if *stalled.lock() => Err("no packets came for too long".to_owned()),
+            Ok(_) => Err(format!("FFmpeg ended by itself{}", fed.last_words())),
+            Err(error) => Err(explain(&error)),
+        }
+    }
+
+    fn command(&self) -> Command {
+        let mut arguments: Vec<OsString> = words(
+            "-nostdin -hide_banner -nostats -loglevel warning -progress pipe:1 -stats_period 1 \
+             -protocol_whitelist file,rtp,udp -listen_timeout 86400 -reorder_queue_size 0 \
+             -use_wallclock_as_timestamps 1 -localaddr",
+        );
+        arguments.push(self.making.host.to_string().into());
+        arguments.push("-i".into());
+        arguments.push(self.folder.join(SDP).into());
+        arguments.extend(words(match self.making.codec {
+            Codec::Aac => {
+                "-af aresample=async=1:min_hard_comp=0.1:first_pts=0 -c:a aac -b:a 96k -ar 48000 -ac 2"
+            }
+            Codec::Copy => "-c:a copy",
+        }));
+        arguments.extend(words(
+            "-f hls -hls_time 2 -hls_list_size 6 -hls_segment_type mpegts \
+             -hls_flags delete_segments+append_list+omit_endlist+program_date_time+temp_file \
+             -hls_segment_filename",
+        ));
+        arguments.push(self.folder.join(format!("seg_{}_%05d.ts", self.generation)).into());
+        arguments.push(self.folder.join(PLAYLIST).into());
+        Command::new(self.making.ffmpeg.clone().into_os_string(), arguments, LONGEST)
+            .variable(VARIABLE, &self.making.owner)
+    }
+}
+
+fn words(text: &str) -> Vec<OsString> {
+    text.split_whitespace().map(Into::into).collect()
+}
+
+/// What FFmpeg is told of the packets that come.
+fn sdp(host: Ipv4Addr, port: u16) -> String {
+    format!(
+        "v=0\r\no=- 0 0 IN IP4 {host}\r\ns=live-rooms\r\nc=IN IP4 {host}\r\nt=0 0\r\n\
+         m=audio {port} RTP/AVP 100\r\na=rtpmap:100 opus/48000/2\r\na=recvonly\r\n"
+    )
+}
+
+/// Makes the folder, and removes what the FFmpeg before left half done or would never have removed: segments
+/// that the playlist does not name.
+async fn prepare(folder: &Path, sdp: &str) -> std::io::Result<()> {
+    tokio::fs::create_dir_all(folder).await?;
+    let playlist = tokio::fs::read_to_string(folder.join(PLAYLIST)).await.unwrap_or_default();
+    let mut entries = tokio::fs::read_dir(folder).await?;
+    while let Some(entry) = entries.next_entry().await? {
+        let name = entry.file_name();
+        let Some(name) = name.to_str() else { continue };
+        let is_segment = name.starts_with("seg_") && !playlist.lines().any(|line| line == name);
+        if is_segment || name.ends_with(".tmp") {
+            tokio::fs::remove_file(entry.path()).await?;
+        }
+    }
+    tokio::fs::write(folder.join(SDP), sdp).await
+}
+
+/// Reads how far FFmpeg is, and what it complains of.
+struct Fed {
+    /// The last time that it got on, and how far it was.
+    at: watch::Sender<(Option<i64>, Instant)>,
+    last_words: Mutex<String>,
+}
+
+impl Fed {
+    fn new() -> Self {
+        Self { at: watch::Sender::new((None, Instant::now())), last_words: Mutex::default() }
+    }
+
+    /// Returns when no packets came for too long.
+    async fn stalls(&self) {
+        let mut at = self.at.subscribe();
+        loop {
+            let (reached, when) = *at.borrow_and_update();
+            let limit = if reached.is_some() { STALLED } else { FIRST };
+            tokio::select! {
+                () = sleep_until(when + limit) => return,
+                changed = at.changed() => if changed.is_err() { return },
+            }
+        }
+    }
+
+    /// How far it is; nothing if no packet came.
+    fn reached(&self) -> Option<i64> {
+        self.at.borrow().0
+    }
+
+    fn last_words(&self) -> String {
+        let words = self.last_words.lock();
+        if words.is_empty() { String::new() } else { format!(": {words}") }
+    }
+}
+
+impl Watch for Fed {
+    fn progress(&self, _: f64, _: Option<&str>) {}
+
+    fn line(&self, line: &str) {
+        // In the beginning it is `N/A`.
+        let reached = line.strip_prefix("out_time_us=").and_then(|text| text.parse::<i64>().ok());
+        if let Some(reached) = reached {
+            self.at.send_if_modified(|(before, when)| {
+                let gets_on = before.is_none_or(|before| reached > before);
+                if gets_on {
+                    (*before, *when) = (Some(reached), Instant::now());
+                }
+                gets_on
+            });
+        }
+    }
+
+    fn log(&self, line: &str) {
+        tracing::debug!(line, "FFmpeg says");
+        line.clone_into(&mut self.last_words.lock());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Stdio;
+
+    use super::*;
+    use crate::ports::Ports;
+    use crate::programs::find;
+
+    const HOST: Ipv4Addr = Ipv4Addr::LOCALHOST;
+
+    /// Tells a test the ports.
+    struct Told(watch::Sender<Vec<u16>>);
+
+    impl Announce for Told {
+        async fn announce(&self, port: u16) {
+            self.0.send_modify(|ports| ports.push(port));
+        }
+    }
+
+    struct Given {
+        folder: tempfile::TempDir,
+        pool: Pool,
+        stream: Stream,
+        ports: watch::Receiver<Vec<u16>>,
+        owner: OsString,
+    }
+
+    fn given(codec: Codec) -> Given {
+        let folder = tempfile::tempdir().unwrap();
+        let first = 12_000 + fastrand::u16(..200) * 40;
+        let ports: Ports = format!("{first}-{}", first + 39).parse().unwrap();
+        let pool = Pool::new(HOST, ports);
+        let owner = OsString::from(format!("stream-test-{:016x}", fastrand::u64(..)));
+        let ffmpeg = find("ffmpeg").unwrap();
+        let making = Making { ffmpeg, owner: owner.clone(), host: HOST, pool: pool.clone(), codec };
+        let (told, ports) = watch::channel(Vec::new());
+        let stream = Stream::start(making, folder.path().join("a room"), 7, Told(told));
+        Given { folder, pool, stream, ports, owner }
+    }
+
+    impl Given {
+        async fn port(&mut self, number: usize) -> u16 {
+            let told = self.ports.wait_for(|ports| ports.len() > number);
+            testing::soon("a port", told).await.unwrap()[number]
+        }
+
+        async fn segment(&self) -> PathBuf {
+            let folder = self.folder.path().join("a room");
+            let segment = async {
+                loop {
+                    let list = std::fs::read_to_string(folder.join(PLAYLIST)).unwrap_or_default();
+                    if let Some(name) = list.lines().find(|line| line.ends_with(".ts")) {
+                        return folder.join(name);
+                    }
+                    sleep(Duration::from_millis(20)).await;
+                }
+            };
+            testing::soon("a segment", segment).await
+        }
+    }
+
+    /// Sends a tone as Janus would, until it is dropped.
+    fn send(hertz: u32, port: u16) -> tokio::process::Child {
+        let source = format!("sine=frequency={hertz}:sample_rate=48000");
+        tokio::process::Command::new("ffmpeg")
+            .args([
+                "-v", "error", "-re", "-f", "lavfi", "-i", &source, "-ac", "2", "-c:a", "libopus",
+            ])
+            .args(["-frame_duration", "20", "-payload_type", "100", "-f", "rtp"])
+            .arg(format!("rtp://127.0.0.1:{port}"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .kill_on_drop(true)
+            .spawn()
+            .unwrap()
+    }
+
+    /// How loud a file is around a frequency, by FFmpeg's own measure, in decibels.
+    async fn loudness(file: &Path, hertz: u32) -> f64 {
+        let filter = format!("bandpass=f={hertz}:width_type=h:w=50,volumedetect");
+        let measured = tokio::process::Command::new("ffmpeg")
+            .args(["-nostdin", "-hide_banner", "-nostats", "-i"])
+            .arg(file)
+            .args(["-af", &filter, "-f", "null", "-"])
+            .output()
+            .await
+            .unwrap();
+        let said = String::from_utf8_lossy(&measured.stderr).into_owned();
+        let mean = said.lines().find_map(|line| line.split_once("mean_volume: "));
+        mean.and_then(|(_, mean)| mean.split(' ').next()?.parse().ok()).expect(&said)
+    }
+
+    fn is_running(owner: &OsString) -> bool {
+        let mark = format!("{VARIABLE}={}", owner.display());
+        let processes = std::fs::read_dir("/proc").unwrap().flatten();
+        processes.into_iter().any(|process| {
+            let environment = std::fs::read(process.path().join("environ")).unwrap_or_default();
+            environment.split(|byte| *byte == 0).any(|variable| variable == mark.as_bytes())
+        })
+    }
+
+    #[tokio::test]
+    async fn a_tone_that_is_sent_is_in_the_stream_and_a_stop_leaves_nothing() {
+        for codec in [Codec::Aac, Codec::Copy] {
+            let mut given = given(codec);
+            let port = given.port(0).await;
+            let _tone = send(440, port);
+            let segment = given.segment().await;
+            let (tone, other) = (loudness(&segment, 440).await, loudness(&segment, 2500).await);
+            assert!(tone > -35.0 && other < -45.0, "{codec:?}: {tone} dB, {other} dB");
+            assert!(is_running(&given.owner));
+            testing::soon("the stop", given.stream.stop()).await;
+            assert!(!is_running(&given.owner) && given.pool.lent() == 0, "{codec:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn an_ffmpeg_that_ends_is_begun_again_on_another_port_and_the_stream_goes_on() {
+        let mut given = given(Codec::Aac);
+        let first = given.port(0).await;
+        let tone = send(440, first);
+        given.segment().await;
+        let owner = given.owner.clone();
+        let killed = tokio::task::spawn_blocking(move || crate::leftovers::kill_leftovers(&owner));
+        let second = given.port(1).await;
+        // The new one may have been found, too, and is begun once more.
+        drop(tone);
+        assert!(killed.await.unwrap().is_ok());
+        assert_ne!(first, second);
+        let _tone = send(440, given.stream.port().unwrap_or(second));
+        testing::soon("the stop", given.stream.stop()).await;
+        assert_eq!(given.pool.lent(), 0);
+    }
+
+    #[tokio::test]
+    async fn a_stop_before_the_first_packet_and_after_the_last_leaves_nothing() {
+        let mut given = given(Codec::Aac);
+        let port = given.port(0).await;
+        let tone = send(440, port);
+        given.segment().await;
+        drop(tone); // it now waits for a packet, and does not hear the first signal
+        testing::soon("the stop", given.stream.stop()).await;
+        assert!(!is_running(&given.owner) && given.pool.lent() == 0);
+
+        let mut given = self::given(Codec::Aac);
+        given.port(0).await;
+        testing::soon("the stop", given.stream.stop()).await;
+        assert!(!is_running(&given.owner) && given.pool.lent() == 0);
+    }
+
+    #[tokio::test]
+    async fn what_is_no_longer_fed_is_begun_again_elsewhere() {
+        let mut given = given(Codec::Aac);
+        let first = given.port(0).await;
+        let tone = send(440, first);
+        given.segment().await;
+        drop(tone);
+        let second = given.port(1).await;
+        assert_ne!(first, second);
+        let _tone = send(440, second);
+        given.segment().await;
+        testing::soon("the stop", given.stream.stop()).await;
+        assert!(!is_running(&given.owner) && given.pool.lent() == 0);
+    }
+}

@@ -1,0 +1,87 @@
+//! What is in a stream, as FFmpeg hears it.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, SystemTime};
+
+/// A tone that is there has more than this, in dB; one at these levels fills about a tenth of its segment or more.
+const THERE: f64 = -35.0;
+/// One that is not there has less.
+const ABSENT: f64 = -45.0;
+
+/// Part of a stream.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Segment {
+    pub(crate) path: PathBuf,
+    pub(crate) begun: SystemTime,
+    pub(crate) ended: SystemTime,
+}
+
+/// What a playlist has, oldest first.
+pub(crate) fn segments(playlist: &Path) -> Vec<Segment> {
+    let text = std::fs::read_to_string(playlist).unwrap_or_default();
+    let (mut lasts, mut all) = (Duration::ZERO, Vec::new());
+    for line in text.lines() {
+        if let Some(length) = line.strip_prefix("#EXTINF:") {
+            let seconds = length.trim_end_matches(',').parse().unwrap_or_default();
+            lasts = Duration::from_secs_f64(seconds);
+        } else if !line.starts_with('#') && !line.is_empty() {
+            let path = playlist.with_file_name(line);
+            // It may have been removed meanwhile.
+            let Ok(ended) = path.metadata().and_then(|it| it.modified()) else { continue };
+            all.push(Segment { path, begun: ended - lasts, ended });
+        }
+    }
+    all
+}
+
+/// Whether a tone is in a segment; nothing if it can neither be said to be there nor not to be.
+pub(crate) fn has(segment: &Segment, hz: u32) -> Option<bool> {
+    match level(&segment.path, hz)? {
+        level if level > THERE => Some(true),
+        level if level < ABSENT => Some(false),
+        _ => None,
+    }
+}
+
+/// How loud the band around a tone is on the average, in dB.
+fn level(path: &Path, hz: u32) -> Option<f64> {
+    let band = format!("bandpass=f={hz}:width_type=h:w=50,volumedetect");
+    let output = ffmpeg(&["-i", &path.to_string_lossy(), "-af", &band, "-f", "null", "-"]);
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    let mean = told.split_once("mean_volume: ")?.1.split_whitespace().next()?;
+    Some(mean.parse().unwrap_or(f64::NEG_INFINITY)) // `-inf` where there is nothing at all
+}
+
+/// A file of three seconds with a tone in it.
+pub(crate) fn tone(folder: &Path, hz: u32) -> PathBuf {
+    let path = folder.join(format!("{hz}.opus"));
+    let source = sine(hz, Some(3));
+    let encode = ["-ac", "1", "-c:a", "libopus", "-b:a", "48k", "-frame_duration", "20", "-y"];
+    let name = path.to_string_lossy().into_owned();
+    let done = ffmpeg(&[&["-f", "lavfi", "-i", &source], &encode[..], &[&name[..]]].concat());
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    path
+}
+
+/// What talks to an RTP port in a tone.
+pub(crate) fn talker(hz: u32, port: u16) -> Command {
+    let mut talker = Command::new("ffmpeg");
+    talker.args(["-nostdin", "-loglevel", "error", "-re", "-f", "lavfi", "-i", &sine(hz, None)]);
+    talker.args(["-ac", "2", "-c:a", "libopus", "-b:a", "64k", "-frame_duration", "20"]);
+    talker.args(["-payload_type", "100", "-f", "rtp", &format!("rtp://127.0.0.1:{port}")]);
+    talker.stdin(Stdio::null()).stdout(Stdio::null());
+    talker
+}
+
+fn sine(hz: u32, seconds: Option<u32>) -> String {
+    let length = seconds.map(|seconds| format!(":duration={seconds}")).unwrap_or_default();
+    format!("sine=frequency={hz}:sample_rate=48000{length}")
+}
+
+fn ffmpeg(arguments: &[&str]) -> Output {
+    let mut ffmpeg = Command::new("ffmpeg");
+    ffmpeg.args(["-nostdin", "-hide_banner", "-nostats"]).args(arguments).stdin(Stdio::null());
+    let output = tokio::task::block_in_place(|| ffmpeg.output());
+    output.expect("FFmpeg can be run: apt-get install ffmpeg")
+}
