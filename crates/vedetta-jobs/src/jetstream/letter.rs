@@ -11,7 +11,7 @@ use std::str::FromStr;
 use std::time::{Duration, SystemTime};
 
 use async_nats::jetstream::{Context, message::PublishMessage};
-use async_nats::{HeaderMap, Message, Subject};
+use async_nats::{HeaderMap, HeaderName, Message, Subject};
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use bytes::Bytes;
@@ -55,7 +55,12 @@ impl Asked {
         payload: impl FnOnce() -> Json,
         options: &Options,
     ) -> Result<Self, String> {
-        let header = |name: &str| headers?.get_last(name).map(async_nats::HeaderValue::as_str);
+        // There are few: to look at each is quicker than to ask for one by its name.
+        let header = |name: &str| {
+            let is_it = |found: &HeaderName| AsRef::<str>::as_ref(found) == name;
+            let (_, values) = headers?.iter().find(|(found, _)| is_it(found))?;
+            values.last().map(async_nats::HeaderValue::as_str)
+        };
         let Some(kind) = header(KIND).or(options.default_kind.as_deref()) else {
             return Err(format!("it has no header {KIND}, and there is no default kind"));
         };
