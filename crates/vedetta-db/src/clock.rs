@@ -37,15 +37,26 @@ impl Machine {
     }
 }
 
-/// With what to begin, and whether that is to be remembered: both from the wall clock, and from when the machine
-/// was up for how long at which time.
-fn begin(wall: i64, machine: &Machine, last: Option<&(Machine, i64)>) -> (i64, bool) {
-    let went_on = last.filter(|(then, _)| then.boot == machine.boot && then.up <= machine.up);
-    match went_on.map(|(then, at)| at.saturating_add(machine.up - then.up)) {
-        None => (wall, true),
-        Some(now) if wall > now.saturating_add(AHEAD) => (wall, true),
-        Some(now) => (wall.max(now.saturating_add(GRAIN)), false),
+/// What a file remembers: at these times the machine was up for so long.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Anchor {
+    machine: Machine,
+    wall: i64,
+    steady: i64,
+}
+
+/// With what to begin, and what is to be remembered from now on.
+fn begin(wall: i64, machine: &Machine, last: Option<&Anchor>) -> (Anchor, bool) {
+    let is_same =
+        |last: &&Anchor| last.machine.boot == machine.boot && last.machine.up <= machine.up;
+    let now = |wall, steady| Anchor { machine: machine.clone(), wall, steady };
+    let Some(last) = last.filter(is_same) else { return (now(wall, wall), true) };
+    let went_by = (machine.up - last.machine.up).saturating_add(GRAIN);
+    let (walls, steady) = (last.wall.saturating_add(went_by), last.steady.saturating_add(went_by));
+    if wall > walls.saturating_add(AHEAD) {
+        return (now(wall, steady), true);
     }
+    (now(wall.max(walls), steady), false)
 }
 
 impl Clock {
@@ -54,31 +65,32 @@ impl Clock {
         Self { wall: Self::at(SystemTime::now()), started: Instant::now() }
     }
 
-    /// That of a file.
-    pub(crate) fn of(file: &Connection) -> rusqlite::Result<Self> {
-        let mut clock = Self::start();
-        let Some(machine) = Machine::ask() else { return Ok(clock) };
-        let sql = "SELECT boot, up, wall FROM vedetta_clock";
+    /// Those of a file: that of times, and a steady one for how long ago something was, which is never set while the
+    /// machine runs.
+    pub(crate) fn of(file: &Connection) -> rusqlite::Result<(Self, Self)> {
+        let clock = Self::start();
+        let Some(machine) = Machine::ask() else { return Ok((clock, clock)) };
+        let sql = "SELECT boot, up, wall, steady FROM vedetta_clock";
         let last = file.query_row(sql, [], |row| {
-            Ok((Machine { boot: row.get(0)?, up: row.get(1)? }, row.get(2)?))
+            let machine = Machine { boot: row.get(0)?, up: row.get(1)? };
+            Ok(Anchor { machine, wall: row.get(2)?, steady: row.get(3)? })
         });
-        let (wall, is_new) = begin(clock.wall, &machine, last.optional()?.as_ref());
+        let (now, is_new) = begin(clock.wall, &machine, last.optional()?.as_ref());
         if is_new {
             let tx = file.unchecked_transaction()?;
             tx.execute("DELETE FROM vedetta_clock", [])?;
-            let row = (&machine.boot, machine.up, wall);
-            tx.execute("INSERT INTO vedetta_clock (boot, up, wall) VALUES (?1, ?2, ?3)", row)?;
+            let sql = "INSERT INTO vedetta_clock (boot, up, wall, steady) VALUES (?1, ?2, ?3, ?4)";
+            tx.execute(sql, (&machine.boot, machine.up, now.wall, now.steady))?;
             tx.commit()?;
         }
-        let behind = Duration::from_millis(wall.saturating_sub(clock.wall).unsigned_abs());
-        if wall > clock.wall.saturating_add(AHEAD) {
+        if now.wall > clock.wall.saturating_add(AHEAD) {
+            let behind = Self::delay(now.wall.saturating_sub(clock.wall));
             tracing::warn!(
                 ?behind,
                 "the clock was set back: times go on from where they were until the machine is restarted"
             );
         }
-        clock.wall = wall;
-        Ok(clock)
+        Ok((Self { wall: now.wall, ..clock }, Self { wall: now.steady, ..clock }))
     }
 
     /// Now.
@@ -126,26 +138,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_clock_that_was_set_back_goes_on_until_the_machine_is_restarted() {
+    fn a_clock_that_was_set_back_goes_on_until_the_machine_is_restarted_and_a_steady_one_either_way()
+     {
         const HOUR: i64 = 3_600_000;
         let at = |boot: &str, up| Machine { boot: boot.into(), up };
-        let last = Some((at("a", 1_000), 50 * HOUR));
-        for (what, wall, machine, last, expected) in [
-            ("the first time", 50 * HOUR, at("a", 1_000), &None, (50 * HOUR, true)),
-            ("nothing was set", 51 * HOUR, at("a", HOUR + 1_000), &last, (51 * HOUR + 10, false)),
+        let last = Some(Anchor { machine: at("a", 1_000), wall: 50 * HOUR, steady: 40 * HOUR });
+        let later = || at("a", HOUR + 1_000);
+        for (what, wall, machine, last, times) in [
+            ("the first time", 50 * HOUR, at("a", 1_000), &None, (50 * HOUR, 50 * HOUR, true)),
+            ("nothing was set", 51 * HOUR, later(), &last, (51 * HOUR + 10, 41 * HOUR + 10, false)),
             (
                 "a little ahead",
                 51 * HOUR + 900,
-                at("a", HOUR + 1_000),
+                later(),
                 &last,
-                (51 * HOUR + 900, false),
+                (51 * HOUR + 900, 41 * HOUR + 10, false),
             ),
-            ("set back", 50 * HOUR, at("a", HOUR + 1_000), &last, (51 * HOUR + 10, false)),
-            ("set forward", 60 * HOUR, at("a", HOUR + 1_000), &last, (60 * HOUR, true)),
-            ("another start of the machine", 7, at("b", HOUR), &last, (7, true)),
-            ("a file from elsewhere", 7, at("a", 500), &last, (7, true)),
+            ("set back", 50 * HOUR, later(), &last, (51 * HOUR + 10, 41 * HOUR + 10, false)),
+            ("set forward", 60 * HOUR, later(), &last, (60 * HOUR, 41 * HOUR + 10, true)),
+            ("another start of the machine", 7, at("b", HOUR), &last, (7, 7, true)),
+            ("a file from elsewhere", 7, at("a", 500), &last, (7, 7, true)),
         ] {
-            assert_eq!(begin(wall, &machine, last.as_ref()), expected, "{what}");
+            let (now, is_new) = begin(wall, &machine, last.as_ref());
+            assert_eq!((now.wall, now.steady, is_new), times, "{what}");
+            assert_eq!(now.machine, machine);
         }
     }
 

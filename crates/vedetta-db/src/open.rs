@@ -179,6 +179,7 @@ struct Inner {
     file: PathBuf,
     restored: bool,
     clock: Clock,
+    steady: Clock,
     writer: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -200,7 +201,7 @@ impl Db {
             make_room(&options.file);
         }
         migrate(&connection, schemas).map_err(sql)?;
-        let clock = Clock::of(&connection).map_err(sql)?;
+        let (clock, steady) = Clock::of(&connection).map_err(sql)?;
         let restored = has_table(&connection, "vedetta_backup").map_err(sql)?;
 
         let count = options.readers.max(1);
@@ -234,6 +235,7 @@ impl Db {
                 file: options.file.clone(),
                 restored,
                 clock,
+                steady,
                 writer: Mutex::new(Some(thread)),
             }),
         })
@@ -340,6 +342,12 @@ impl Db {
     /// The time to store in it.
     pub fn clock(&self) -> Clock {
         self.inner.clock
+    }
+
+    /// The same for what only matters by how long ago it was. While the machine runs it is not set, neither back nor
+    /// forward.
+    pub fn steady_clock(&self) -> Clock {
+        self.inner.steady
     }
 
     /// Writes what is queued, then stops the writer and lets go of the file. Later writes answer
@@ -458,7 +466,7 @@ fn migrate(connection: &Connection, schemas: &[Schema]) -> rusqlite::Result<()> 
     tx.execute_batch(
         "CREATE TABLE IF NOT EXISTS vedetta_schema (component TEXT PRIMARY KEY, version INTEGER NOT NULL) STRICT;
          CREATE TABLE IF NOT EXISTS vedetta_clock (
-             boot TEXT NOT NULL, up INTEGER NOT NULL, wall INTEGER NOT NULL) STRICT",
+             boot TEXT NOT NULL, up INTEGER NOT NULL, wall INTEGER NOT NULL, steady INTEGER NOT NULL) STRICT",
     )?;
     tx.commit()?;
     for schema in schemas {

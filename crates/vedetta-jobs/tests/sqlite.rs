@@ -144,7 +144,8 @@ async fn a_file_from_before_jobs_had_traces_goes_on_as_it_was() {
     let file = folder.path().join("jobs.db");
     let mut options = Options::new(&file);
     options.ballast = 0;
-    Db::open(&options, &[before, SHOP]).unwrap().close_blocking();
+    let db = Db::open(&options, &[before, SHOP]).unwrap();
+    tokio::task::spawn_blocking(move || db.close_blocking()).await.unwrap();
     let old = "INSERT INTO job_queue (name) VALUES ('default');
                INSERT INTO job (id, queue, kind, cost, priority, max_attempts, run_at, queued_at,
                                 updated_at, payload)

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use serde_json::{Value, json};
 
-use crate::handler::{add, config, status};
+use crate::handler::{add, alive, config, status};
 use crate::support::{Running, Server, http, temp, until, vedetta};
 
 const SETTINGS: &str = "
@@ -134,5 +134,27 @@ fn a_clock_that_was_set_back_between_two_runs_holds_no_job_up_and_brings_no_comm
     let shown: Value = http().get(url).call().unwrap().body_mut().read_json().unwrap();
     assert_eq!(shown["state"], "expired", "{shown}");
     until("the workers", || pids(&server).len() == 2);
+    server.stop();
+}
+
+#[test]
+fn a_clock_that_was_set_forward_between_two_runs_leaves_no_process_behind() {
+    let folder = temp();
+    let clock = folder.path().join("clock");
+    config(folder.path(), SETTINGS);
+    set(&clock, 0);
+    let mut server = up(folder.path(), &clock, "127.0.0.1:0");
+    let url = server.url.clone();
+    until("the workers", || pids(&server).len() == 2);
+    let frozen = pids(&server)[0].to_string();
+    assert!(Command::new("kill").args(["-s", "STOP", &frozen]).status().unwrap().success());
+    server.running.signal("KILL");
+    server.running.wait();
+
+    set(&clock, HOUR);
+    let server = up(folder.path(), &clock, url.trim_start_matches("http://"));
+    assert_eq!(off(&server), HOUR);
+    until("the end of the frozen one", || !alive(&frozen));
+    until("another in its place", || pids(&server).len() == 2);
     server.stop();
 }

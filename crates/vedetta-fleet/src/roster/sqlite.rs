@@ -18,7 +18,7 @@ pub struct SqliteRoster {
 impl SqliteRoster {
     /// The roster of a file that was opened with [`crate::sqlite::SCHEMA`].
     pub fn new(db: Db) -> Self {
-        Self { clock: db.clock(), db }
+        Self { clock: db.steady_clock(), db }
     }
 }
 
