@@ -107,7 +107,7 @@ impl Presence {
     pub async fn joined(&mut self) -> Result<(), Taken> {
         tokio::select! {
             taken = &mut self.task => Err(taken.expect("nobody ends it, and it does not panic")),
-            _ = self.is_there.wait_for(|there| *there) => Ok(()),
+            Ok(_) = self.is_there.wait_for(|there| *there) => Ok(()), // else the task has ended
         }
     }
 
