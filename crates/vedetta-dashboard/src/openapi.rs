@@ -734,13 +734,13 @@ fn stages() -> Schemas {
     ]
 }
 
-/// Jobs as those who ask for them see them.
 /// A place in a trace.
 fn traceparent() -> Value {
     let text = json!({ "type": "string", "pattern": "^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}" });
     said(text, "the place in a trace that its attempts are below of, as W3C writes it")
 }
 
+/// Jobs as those who ask for them see them.
 fn jobs() -> Schemas {
     let (any, words_of) = (json!({}), |all: &[&str]| words(all));
     let duration = || said(text(), "for example 1h 30m");

@@ -180,14 +180,15 @@ fn shorter(mut text: String) -> String {
 async fn wishes(cluster: Cluster, name: String, handle: Handle) {
     let key = wish_key(&name);
     loop {
-        if wished(&cluster, &key).await.is_ok() {
-            if !handle.resync().await {
-                return; // it has ended
-            }
-            // If this fails it is followed again, which does no harm.
-            let _ = cluster.delete(key.clone()).await;
-        } else {
+        // It goes before it is followed: one that comes meanwhile is another.
+        let taken = match wished(&cluster, &key).await {
+            Ok(()) => cluster.delete(key.clone()).await.is_ok(),
+            Err(_) => false,
+        };
+        if !taken {
             sleep(EVERY).await;
+        } else if !handle.resync().await {
+            return; // it has ended
         }
     }
 }

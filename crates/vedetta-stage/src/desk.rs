@@ -72,6 +72,11 @@ impl<E> Desk<E> {
         (good, old.into_iter().map(|handing| handing.claim).collect())
     }
 
+    /// Whether something was handed over and is still there.
+    pub(crate) fn has_more(&self) -> bool {
+        !self.state.lock().handed.is_empty()
+    }
+
     /// Nothing more is taken: what is left.
     pub(crate) fn close(&self) -> Vec<Claim> {
         let mut state = self.state.lock();

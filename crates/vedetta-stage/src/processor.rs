@@ -27,11 +27,11 @@ use crate::record::{Claim, Fate, Lane, Records, Refused, SYSTEM, StageError, Tal
 /// Entities the system stage asks about at once.
 const SYSTEM_PARALLEL: NonZeroU32 = NonZeroU32::new(512).unwrap();
 
+/// Nobody waits longer.
+const LONGEST: Duration = Duration::from_secs(24 * 3600);
+
 /// What was handed over is begun within this part of a lease, or given back.
 const FRESH: u32 = 10;
-
-/// Nothing is waited for longer.
-const LONGEST: Duration = Duration::from_secs(24 * 3600);
 
 /// Records claimed at once, at most.
 const CLAIM: u32 = 1024;
@@ -164,7 +164,8 @@ impl<E: Entity, B: Backend<E>> Processor<E, B> {
     }
 
     /// An entity that several stages want reaches each after a random delay, up to this: begun together
-    /// they would often save over each other, and have to begin again. 10 ms unless said otherwise.
+    /// they would often save over each other, and have to begin again. 10 ms unless said otherwise. One that
+    /// a single stage wants is there at once.
     #[must_use]
     pub fn spread(mut self, spread: Duration) -> Self {
         self.spread = spread;
@@ -211,6 +212,7 @@ impl<E: Entity, B: Backend<E>> Processor<E, B> {
                 events: events.clone(),
                 limits,
                 lease: self.lease,
+                poll: self.poll.min(LONGEST),
                 owned: self.shards.clone(),
                 changed: Mutex::new(self.shards.clone()),
                 counters: Arc::clone(&counters),
@@ -381,10 +383,10 @@ impl Processing {
         let stops = self.pulls.into_iter().map(|pull| pull.pulling.stop(grace));
         let stops = futures_util::future::join_all(stops);
         self.leave.cancel();
-        let (ended, _) = tokio::join!(stops, self.leaving);
+        // A database that is away does not keep us.
+        let (ended, _) = tokio::join!(stops, tokio::time::timeout(NOTE_EVERY, self.leaving));
         let ended = ended.into_iter().sum();
         self.stop.cancel();
-        // A database that is away does not keep us.
         let _ = tokio::time::timeout(NOTE_EVERY, self.noting).await;
         ended
     }
@@ -470,8 +472,12 @@ impl<E: Entity> Handler<Item<E>> for Work<E> {
                 Self::System { stages, spread } => {
                     let wanted =
                         stages.iter().filter(|(_, stage)| stage.should_process_now(&entity));
-                    let visits = wanted.map(|(lane, _)| (*lane, spread.mul_f64(fastrand::f64())));
-                    let visits = visits.collect();
+                    let mut visits: Vec<_> =
+                        wanted.map(|(lane, _)| (*lane, spread.mul_f64(fastrand::f64()))).collect();
+                    // Nobody to collide with.
+                    if let [(_, after)] = &mut visits[..] {
+                        *after = Duration::ZERO;
+                    }
                     Ok(Outcome::Sorted(entity, visits))
                 }
                 Self::Stage(stage) => {
@@ -494,6 +500,7 @@ struct StageQueue<E, B> {
     events: broadcast::Sender<StageEvent>,
     limits: Limits,
     lease: Duration,
+    poll: Duration,
     owned: watch::Receiver<Arc<[u16]>>,
     /// The same, for who waits for a change.
     changed: Mutex<watch::Receiver<Arc<[u16]>>>,
@@ -549,6 +556,18 @@ impl<E: Entity, B: Backend<E>> StageQueue<E, B> {
     fn rest(&self) -> Option<Duration> {
         let until = self.rest_until.lock().filter(|_| !self.is_rung.load(Ordering::Relaxed))?;
         Some(until.saturating_duration_since(Instant::now()))
+    }
+
+    /// What was settled may be due again before.
+    fn comes_back(&self, saved: &[Result<Saved, Refused>]) {
+        let again = saved.iter().filter_map(|saved| match saved {
+            Ok(Saved::Settled(Settled::Again(after))) => Some(*after),
+            Ok(Saved::Conflict) => Some(Duration::ZERO),
+            _ => None,
+        });
+        if let (Some(again), Some(until)) = (again.min(), self.rest_until.lock().as_mut()) {
+            *until = (*until).min(Instant::now() + again.min(LONGEST));
+        }
     }
 
     /// Under which token and for how long an entity is to be held for a stage here, if it goes there at once.
@@ -634,7 +653,8 @@ impl<E: Entity, B: Backend<E>> Queue for StageQueue<E, B> {
                     let item = Item::Entity(entity);
                     Handed { claim, item, cost: 1 }
                 });
-                return Ok(Taken { items: items.collect(), rest: self.rest() });
+                let rest = self.rest().filter(|_| !desk.has_more());
+                return Ok(Taken { items: items.collect(), rest });
             }
             desk.has_room(0);
         }
@@ -657,7 +677,8 @@ impl<E: Entity, B: Backend<E>> Queue for StageQueue<E, B> {
             let taken = u32::try_from(claimed.claims.len()).unwrap_or(room);
             desk.has_room(room.saturating_sub(taken));
         }
-        let rest = claimed.rest.map(|rest| Instant::now() + rest.min(LONGEST));
+        // So often the queue is looked at, whatever is handed over.
+        let rest = claimed.rest.map(|rest| Instant::now() + rest.min(self.poll));
         *self.rest_until.lock() = rest;
         let handed = claimed.claims.into_iter().zip(items);
         let items = handed.map(|(claim, item)| Handed { claim, item, cost: 1 }).collect();
@@ -675,6 +696,7 @@ impl<E: Entity, B: Backend<E>> Queue for StageQueue<E, B> {
         let since = Instant::now();
         let answer = self.backend.settle(self.lane, endings).await;
         let answer = answer.map_err(|error| failed("settling records", error))?;
+        self.comes_back(&answer.saved);
         if !answer.held.is_empty() {
             self.hand_over(ended, going, &answer.held, since).await;
         }

@@ -265,6 +265,29 @@ async fn a_stage_with_room_is_handed_what_it_wants_as_the_system_stage_read_it()
 }
 
 #[tokio::test]
+async fn what_is_to_be_tried_again_is_not_kept_waiting_by_what_is_handed_over() {
+    let world = Pg::new().await;
+    let (step, mut runs) = held(Step::new("packing").wants(|order| order.state != "packed"));
+    // Nothing is looked at but for a reason.
+    let processing = world.processor().poll(HOUR).stage(step).start().await.unwrap();
+    world.order(1).await;
+    let soon = std::time::Duration::from_millis(300);
+    runs.next().await.ends(vedetta_stage::Visit::untouched().again(soon));
+    testing::soon("the first is tried again", async {
+        for id in 2.. {
+            world.order(id).await;
+            let run = runs.next().await;
+            if run.order.id == 1 {
+                return run.makes("packed");
+            }
+            run.makes("packed");
+        }
+    })
+    .await;
+    processing.stop(HOUR).await;
+}
+
+#[tokio::test]
 async fn what_goes_to_a_stage_is_held_at_once_unless_it_is_there_already() {
     use vedetta_stage::{Backend as _, Claim, Ending, Going, Saved};
     let world = Pg::new().await;

@@ -167,6 +167,8 @@ fn refused(status: &Status) -> Option<WriteError> {
         // It is ours, and was not told by the server.
         _ if std::error::Error::source(status).is_some() => None,
         Code::NotFound if told.contains("lease") => Some(WriteError::LeaseOver),
+        // Written again, it may be done.
+        Code::ResourceExhausted if told.contains("too many requests") => None,
         Code::NotFound
         | Code::InvalidArgument
         | Code::OutOfRange
