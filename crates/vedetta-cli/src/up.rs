@@ -120,17 +120,16 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
     let housekeeping =
         Housekeeping::start(&ledger, config.periodic()?, config.retention.retention())?;
     let mut workers = JoinSet::new();
+    let control = Arc::new(fleet.clone());
     for (queue, worker) in config.workers(&own) {
         if !config.supervised().contains(queue) {
             let jobs = streams.get(queue).map(|stream| Arc::clone(stream) as Arc<dyn Jobs>);
             let jobs = jobs.unwrap_or_else(|| Arc::clone(&ledger) as _);
             let working = traced(worker, exporter.as_ref()).start(jobs)?;
-            let name = working.name().to_owned();
-            let crew = Crew::new(name, Arc::new(fleet.clone()), vec![working]);
+            let crew = Crew::new(working.name().to_owned(), Arc::clone(&control) as _, vec![working]);
             workers.spawn(crew.run(workers_stop.clone(), config.shutdown.grace));
         }
     }
-    let control = Arc::new(fleet.clone());
     let supervisors = start_supervisors(config, &own, place.config.as_deref(), &control)?;
     let (api, watchers, reading) = start_watchers(config, api, &store, &own)?;
     let mut serving = JoinSet::new();
