@@ -215,7 +215,7 @@ impl Command {
                     tokio::time::sleep(*wait).await;
                 }
                 signal(pid, Signal::KILL);
-                pending().await;
+                pending::<()>().await;
             };
             let (mut feed, mut read) = (std::pin::pin!(feed), std::pin::pin!(read));
             let mut ask = std::pin::pin!(ask); // polled only while it has not been waited for

@@ -251,7 +251,8 @@ async fn prepare(folder: &Path, sdp: &str) -> std::io::Result<()> {
         let name = entry.file_name();
         let Some(name) = name.to_str() else { continue };
         let is_segment = name.starts_with("seg_") && !playlist.lines().any(|line| line == name);
-        if is_segment || name.ends_with(".tmp") {
+        let is_draft = Path::new(name).extension().is_some_and(|extension| extension == "tmp");
+        if is_segment || is_draft {
             tokio::fs::remove_file(entry.path()).await?;
         }
     }
@@ -369,8 +370,8 @@ mod tests {
             let heard = async {
                 loop {
                     let list = std::fs::read_to_string(folder.join(PLAYLIST)).unwrap_or_default();
-                    let last = list.lines().rfind(|line| line.ends_with(".ts"));
-                    if let Some(segment) = last.map(|name| folder.join(name))
+                    let newest = list.lines().rfind(|line| line.contains(".ts"));
+                    if let Some(segment) = newest.map(|name| folder.join(name))
                         && loudness(&segment, hertz).await.is_some_and(|loud| loud > -35.0)
                     {
                         return segment;
