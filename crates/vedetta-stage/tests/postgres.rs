@@ -11,7 +11,7 @@ use testing::postgres::Server;
 use tokio::sync::Mutex;
 use vedetta_core::queue::Settled;
 use vedetta_db::Schema;
-use vedetta_db::postgres::tokio_postgres::Error;
+use vedetta_db::postgres::tokio_postgres::{Error, Row};
 use vedetta_db::postgres::{GenericClient, Postgres, Transaction};
 use vedetta_stage::postgres::{Records, SCHEMA, Table};
 use vedetta_stage::{BoxError, Entities, Fate, Records as _, SYSTEM, Version};
@@ -28,21 +28,21 @@ const SHOP: Schema = Schema {
 
 struct Orders;
 
+fn order(row: &Row) -> Result<Order, Error> {
+    Ok(Order {
+        id: row.try_get(0)?,
+        version: Version(row.try_get(1)?),
+        state: row.try_get(2)?,
+        marks: Order::marks_of_text(row.try_get(3)?),
+    })
+}
+
 impl Table<Order> for Orders {
     async fn load(&self, db: &impl GenericClient, ids: &[OrderId]) -> Result<Vec<Order>, Error> {
         let sql = "SELECT id, version, state, marks FROM orders WHERE id = ANY ($1)";
         let ids: Vec<i64> = ids.iter().map(|id| id.0).collect();
         let rows = db.query(&db.prepare_cached(sql).await?, &[&ids]).await?;
-        rows.iter()
-            .map(|row| {
-                Ok(Order {
-                    id: row.try_get(0)?,
-                    version: Version(row.try_get(1)?),
-                    state: row.try_get(2)?,
-                    marks: Order::marks_of_text(row.try_get(3)?),
-                })
-            })
-            .collect()
+        rows.iter().map(order).collect()
     }
 
     async fn save(
@@ -155,6 +155,21 @@ impl World for Pg {
     async fn read(&self, id: i64) -> Option<Order> {
         let client = self.db().client().await.unwrap();
         Orders.load(&client, &[OrderId(id)]).await.unwrap().pop()
+    }
+
+    async fn called(&self, name: &str) -> Self {
+        let orders = Entities::new(self.records().clone(), name, Orders).await.unwrap();
+        Self { server: Arc::clone(&self.server), url: self.url.clone(), orders }
+    }
+
+    async fn look(&self) -> Vec<(Order, String)> {
+        let sql = "SELECT o.id, o.version, o.state, o.marks, coalesce(string_agg(l.stage, ' '), '')
+                   FROM orders o
+                   LEFT JOIN vedetta_stage_record r ON r.id = 'order-' || o.id
+                   LEFT JOIN vedetta_stage_lane l ON l.lane = r.lane AND l.entity = 'orders'
+                   GROUP BY o.id";
+        let rows = self.db().client().await.unwrap().query(sql, &[]).await.unwrap();
+        rows.iter().map(|row| (order(row).unwrap(), row.get(4))).collect()
     }
 
     async fn delete(&self, id: i64) {
@@ -392,4 +407,95 @@ async fn an_order_that_somebody_keeps_locked_holds_up_no_other() {
     world.rests().await;
     assert_eq!(world.get(1).await.state, "packed");
     assert_eq!(status(&processing, "packing").pull.flow.failed, 0);
+}
+
+#[tokio::test]
+async fn a_record_that_nobody_told_of_is_found_by_looking() {
+    let world = Pg::new().await;
+    let (step, mut runs) = held(Step::new("packing"));
+    let processing = world.process([step]).await;
+    world.order(1).await;
+    world.rests_leaving(&mut runs).await;
+    for _ in 0..5 {
+        // As somebody who repairs a queue by hand might: without NOTIFY.
+        let sql = "INSERT INTO vedetta_stage_record (lane, id, shard, due_at, visit_at)
+                   SELECT lane, 'order-' || $1::bigint, 0, now(), now() FROM vedetta_stage_lane
+                   WHERE entity = 'orders' AND stage = 'packing'";
+        world.execute(sql, 1).await;
+        runs.next().await.leaves();
+        world.rests().await;
+    }
+    processing.stop(HOUR).await;
+}
+
+/// Saves a batch with one statement.
+struct Batched;
+
+impl Table<Order> for Batched {
+    async fn load(&self, db: &impl GenericClient, ids: &[OrderId]) -> Result<Vec<Order>, Error> {
+        Orders.load(db, ids).await
+    }
+
+    async fn save(
+        &self,
+        tx: &Transaction<'_>,
+        order: &Order,
+        read: Version,
+    ) -> Result<bool, Error> {
+        Orders.save(tx, order, read).await
+    }
+
+    async fn save_all(
+        &self,
+        tx: &Transaction<'_>,
+        changed: &[(Order, Version)],
+    ) -> Result<Vec<bool>, Error> {
+        let sql = "UPDATE orders AS o SET version = u.version, state = u.state, marks = u.marks
+                   FROM unnest($1::bigint[], $2::bigint[], $3::text[], $4::text[], $5::bigint[])
+                        AS u (id, version, state, marks, read)
+                   WHERE o.id = u.id AND o.version = u.read
+                   RETURNING o.id";
+        let ids: Vec<i64> = changed.iter().map(|(order, _)| order.id).collect();
+        let versions: Vec<i64> = changed.iter().map(|(order, _)| order.version.0).collect();
+        let states: Vec<&str> = changed.iter().map(|(order, _)| &*order.state).collect();
+        let marks: Vec<String> = changed.iter().map(|(order, _)| order.marks_as_text()).collect();
+        let reads: Vec<i64> = changed.iter().map(|(_, read)| read.0).collect();
+        let save = tx.prepare_cached(sql).await?;
+        let saved = tx.query(&save, &[&ids, &versions, &states, &marks, &reads]).await?;
+        let saved: Vec<i64> = saved.iter().map(|row| row.get(0)).collect();
+        Ok(ids.iter().map(|id| saved.contains(id)).collect())
+    }
+}
+
+#[tokio::test]
+async fn a_batch_in_one_statement_repeats_only_what_somebody_changed_meanwhile() {
+    let world = Pg::new().await;
+    let neighbour = world.neighbour().await;
+    let ids = [1, 2, 3].map(OrderId);
+    world.create([1, 2, 3].map(Order::new).to_vec()).await.unwrap();
+    let batched: Entities<Order, _, _> =
+        Entities::new(world.records().clone(), ORDERS, Batched).await.unwrap();
+
+    let mut client = neighbour.db().client().await.unwrap();
+    let theirs = client.transaction().await.unwrap();
+    theirs.execute("SELECT FROM orders WHERE id = 2 FOR UPDATE", &[]).await.unwrap();
+    let mut order = Orders.load(&theirs, &ids[1..2]).await.unwrap().remove(0).marked("theirs");
+    neighbour.orders.entity_updated(&theirs, &mut order).await.unwrap();
+    assert!(Orders.save(&theirs, &order, Version(1)).await.unwrap());
+    let changes = AtomicUsize::new(0);
+    let change = |order: &mut Order| {
+        changes.fetch_add(1, Ordering::Relaxed);
+        order.marks.push("ours".into());
+    };
+    let (changed, ()) = tokio::join!(batched.update_all(&ids, change), async {
+        somebody_waits(&neighbour).await;
+        theirs.commit().await.unwrap();
+    });
+    assert_eq!(changed.unwrap().len(), 3);
+    assert_eq!(changes.load(Ordering::Relaxed), 4, "only order 2 was changed once more");
+    for (id, version, marks) in [(1, 2, "ours"), (2, 3, "theirs ours"), (3, 2, "ours")] {
+        let order = world.get(id).await;
+        assert_eq!((order.version.0, &*order.marks_as_text()), (version, marks), "{id}");
+    }
+    assert_eq!(world.counts(SYSTEM).await.due, 3);
 }

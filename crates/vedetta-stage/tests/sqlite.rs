@@ -5,7 +5,7 @@ mod suite;
 
 use std::sync::Arc;
 
-use suite::{ORDERS, Order, OrderId, World};
+use suite::{Ask as _, ORDERS, Order, OrderId, World};
 use tempfile::TempDir;
 use vedetta_db::rusqlite::{self, Connection, OptionalExtension as _, Row, params};
 use vedetta_db::{Db, Options, Purpose, Schema, Stop};
@@ -140,6 +140,26 @@ impl World for Sqlite {
     async fn read(&self, id: i64) -> Option<Order> {
         let read = move |db: &Connection| Orders.load(db, &[OrderId(id)]);
         self.db.read(read).await.unwrap().pop()
+    }
+
+    async fn called(&self, name: &str) -> Self {
+        let orders = Entities::new(self.records().clone(), name, Orders).await.unwrap();
+        Self { folder: Arc::clone(&self.folder), db: self.db.clone(), orders }
+    }
+
+    async fn look(&self) -> Vec<(Order, String)> {
+        let orders = self.db.read(|db| {
+            let sql = "SELECT o.id, o.version, o.state, o.marks,
+                              coalesce(group_concat(l.stage, ' '), '')
+                       FROM orders o
+                       LEFT JOIN stage_record r ON r.id = 'order-' || o.id
+                       LEFT JOIN stage_lane l ON l.lane = r.lane AND l.entity = 'orders'
+                       GROUP BY o.id";
+            let mut find = db.prepare_cached(sql)?;
+            let found = find.query_map([], |row| Ok((order(row)?, row.get(4)?)))?;
+            found.collect()
+        });
+        orders.await.unwrap()
     }
 
     async fn delete(&self, id: i64) {

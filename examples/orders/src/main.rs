@@ -8,6 +8,7 @@
 //! cargo run --release -p orders -- --database postgres://… work        as often as you like, each at its own --http
 //! ```
 
+mod journal;
 mod order;
 mod postgres;
 mod sqlite;
@@ -27,6 +28,7 @@ use vedetta::db::{DataFolder, Db, Options};
 use vedetta::kv::{self, Store};
 use vedetta::stage::{self, Backend, Entities, Processing, Processor, Records, SYSTEM};
 
+use journal::Journal;
 use order::{Order, Packing, Payment, Shipping, State};
 
 /// How long what runs may take when it is to end.
@@ -50,6 +52,9 @@ struct Args {
     /// Who works on an order and is not heard of for so long, in milliseconds, loses it to others
     #[arg(long, default_value_t = 30_000)]
     lease: u64,
+    /// Stages begin after a random delay, up to so many milliseconds; without one they are handed orders at once
+    #[arg(long, default_value_t = 10)]
+    spread: u64,
     #[command(subcommand)]
     command: Option<Command>,
 }
@@ -66,9 +71,20 @@ enum Command {
         /// Place so many orders first
         #[arg(long, default_value_t = 0)]
         place: usize,
+        /// Note what the stages do in this file
+        #[arg(long, hide = true)]
+        journal: Option<PathBuf>,
     },
     /// Tell how many orders are in each state
     Show,
+}
+
+/// How the stages work.
+struct Pace {
+    travels: Duration,
+    lease: Duration,
+    spread: Duration,
+    journal: Journal,
 }
 
 /// One of the two databases, with the orders in it.
@@ -103,18 +119,16 @@ impl Shop {
         Ok(())
     }
 
-    async fn work(&self, travels: Duration, lease: Duration) -> anyhow::Result<Processing> {
-        async fn start(
-            orders: impl Backend<Order>,
-            travels: Duration,
-            lease: Duration,
-        ) -> anyhow::Result<Processing> {
-            let processor = Processor::new(orders).lease(lease).stage(Payment).stage(Packing);
-            Ok(processor.stage(Shipping { travels }).start().await?)
+    async fn work(&self, pace: &Pace) -> anyhow::Result<Processing> {
+        async fn start(orders: impl Backend<Order>, pace: &Pace) -> anyhow::Result<Processing> {
+            let Pace { travels, lease, spread, journal } = pace;
+            let processor = Processor::new(orders).lease(*lease).spread(*spread);
+            let processor = processor.stage(journal.of(Payment)).stage(journal.of(Packing));
+            Ok(processor.stage(journal.of(Shipping { travels: *travels })).start().await?)
         }
         match self {
-            Self::Sqlite(_, orders) => start(orders.clone(), travels, lease).await,
-            Self::Postgres(_, orders) => start(orders.clone(), travels, lease).await,
+            Self::Sqlite(_, orders) => start(orders.clone(), pace).await,
+            Self::Postgres(_, orders) => start(orders.clone(), pace).await,
         }
     }
 
@@ -167,13 +181,18 @@ async fn main() -> anyhow::Result<()> {
         }
         Some(Command::Show) => shop.show().await?,
         command => {
-            let (place, stays) = match command {
-                Some(Command::Work { place }) => (place, true),
-                _ => (20, false),
+            let (place, journal, stays) = match command {
+                Some(Command::Work { place, journal }) => (place, journal, true),
+                _ => (20, None, false),
             };
-            let times = (Duration::from_millis(args.travels), Duration::from_millis(args.lease));
+            let pace = Pace {
+                travels: Duration::from_millis(args.travels),
+                lease: Duration::from_millis(args.lease),
+                spread: Duration::from_millis(args.spread),
+                journal: Journal::open(journal.as_deref()).context("cannot open the journal")?,
+            };
             shop.place(place).await?;
-            work(&shop, api, args.http, times, stays).await?;
+            work(&shop, api, args.http, &pace, stays).await?;
         }
     }
     store.close().await;
@@ -185,7 +204,7 @@ async fn work(
     shop: &Shop,
     api: Api,
     http: SocketAddr,
-    (travels, lease): (Duration, Duration),
+    pace: &Pace,
     stays: bool,
 ) -> anyhow::Result<()> {
     let listener =
@@ -193,7 +212,7 @@ async fn work(
     println!("page  http://{}/", listener.local_addr()?);
     let ending = CancellationToken::new();
     let serving = tokio::spawn(dashboard::serve(listener, api, ending.clone()));
-    let processing = shop.work(travels, lease).await?;
+    let processing = shop.work(pace).await?;
     println!("ready");
     let done = async {
         loop {

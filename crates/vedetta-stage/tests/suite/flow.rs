@@ -437,3 +437,39 @@ pub async fn stages_of_one_name_are_refused<W: World>() {
         assert!(std::panic::catch_unwind(build).is_err(), "{names:?}");
     }
 }
+
+pub async fn entities_of_two_names_have_the_same_ids_and_nothing_else_in_common<W: World>() {
+    let orders = W::new().await;
+    let parcels = orders.called("parcels").await;
+    let records = async || {
+        let counts = orders.records().counts().await.unwrap();
+        [ORDERS, "parcels"].map(|name| {
+            let lanes = counts.iter().filter(|lane| lane.entity == name);
+            lanes.map(|lane| lane.records).sum::<u64>()
+        })
+    };
+    orders.order(1).await;
+    assert_eq!(records().await, [1, 0]);
+    parcels.change(1, |_| ()).await.unwrap().expect("there is a parcel 1");
+    assert_eq!(records().await, [1, 1]);
+
+    let (step, mut packed) = held(Step::new("packing"));
+    let packing = orders.process([step]).await;
+    packed.next().await.leaves();
+    eventually("the order rests", async || records().await == [0, 1]).await;
+    let (step, mut sent) = held(Step::new("packing"));
+    let sending = parcels.process([step]).await;
+    sent.next().await.leaves();
+    orders.rests().await;
+
+    parcels.change(1, |_| ()).await.unwrap().expect("there is a parcel 1");
+    sent.next().await.leaves();
+    orders.rests().await;
+    assert!(packed.pending().is_none(), "no order was changed");
+    orders.change(1, |_| ()).await.unwrap().expect("there is an order 1");
+    packed.next().await.leaves();
+    orders.rests().await;
+    assert!(sent.pending().is_none(), "no parcel was changed");
+    packing.stop(HOUR).await;
+    sending.stop(HOUR).await;
+}

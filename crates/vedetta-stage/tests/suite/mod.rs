@@ -155,6 +155,12 @@ pub trait World: Sized {
     /// What is stored.
     async fn read(&self, id: i64) -> Option<Order>;
 
+    /// The same table and queues, where the entities are called something else.
+    async fn called(&self, name: &str) -> Self;
+
+    /// All orders as they are at one moment, each with the stages that have a record of it then.
+    async fn look(&self) -> Vec<(Order, String)>;
+
     /// Removes an order, of which the queues are not told.
     async fn delete(&self, id: i64);
 
@@ -358,6 +364,7 @@ macro_rules! suite {
                 processors_that_share_shards_never_run_one_entity_at_once
                 what_became_of_runs_is_counted_for_all_processes
                 stages_of_one_name_are_refused
+                entities_of_two_names_have_the_same_ids_and_nothing_else_in_common
             }
             faults {
                 a_stage_that_fails_backs_off_for_its_own_record_only

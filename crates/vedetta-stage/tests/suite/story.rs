@@ -1,5 +1,6 @@
 //! Random lives of orders: changes from all sides, stages that fail, panic and dawdle, processors that are
-//! dropped at any moment. In the end every order is at rest, and nothing that was done to it is missing.
+//! dropped at any moment, databases that are closed and opened again. At no moment is an order forgotten; in
+//! the end every order is at rest, and nothing that was done to it is missing.
 //!
 //! `STAGE_SEED` for one seed, `STAGE_SEEDS` for so many: a failure names its own.
 
@@ -10,7 +11,7 @@ use std::time::Duration;
 use fastrand::Rng;
 use futures_util::future::join_all;
 use parking_lot::Mutex;
-use vedetta_stage::{BoxError, Processing, Records as _, Visit};
+use vedetta_stage::{BoxError, Processing, Records as _, SYSTEM, Visit};
 
 use super::{Ask, HOUR, Order, Seed, Step, World, eventually, quick, seeds};
 
@@ -93,9 +94,27 @@ async fn change_at_random<W: World>(world: &W, seed: u64, writer: usize, first: 
     }
 }
 
+/// At no moment is there an order that a stage wants and that nobody will hand to it.
+async fn look_at_random<W: World>(world: &W, seed: u64) {
+    let mut rng = Rng::with_seed(seed * 31 + WRITERS as u64);
+    for _ in 0..20 {
+        for (order, stages) in world.look().await {
+            let has = |stage: &str| stages.split(' ').any(|one| one == stage);
+            let wants = [
+                ("tally", order.state != tallied(&order)),
+                ("sign", !order.marks.contains(&signature(&order))),
+            ];
+            for (stage, _) in wants.into_iter().filter(|(_, is_wanted)| *is_wanted) {
+                assert!(has(SYSTEM) || has(stage), "{stage}: {order:?} is only in {stages:?}");
+            }
+        }
+        tokio::time::sleep(Duration::from_millis(rng.u64(..8))).await;
+    }
+}
+
 pub async fn whatever_happens_every_order_comes_to_rest_and_no_change_is_lost<W: World>() {
-    let world = W::new().await;
-    let neighbour = world.neighbour().await;
+    let mut world = W::new().await;
+    let mut neighbour = world.neighbour().await;
     for seed in seeds(8) {
         let told = Seed(seed);
         let rng = Arc::new(Mutex::new(Rng::with_seed(seed)));
@@ -122,7 +141,13 @@ pub async fn whatever_happens_every_order_comes_to_rest_and_no_change_is_lost<W:
                 working.push(start(&world, &rng).await);
             }
         };
-        tokio::join!(join_all(writers), accidents);
+        tokio::join!(join_all(writers), accidents, look_at_random(&neighbour, seed));
+        // Everybody goes, and others come.
+        working.clear();
+        drop(neighbour);
+        world = world.reopened().await;
+        neighbour = world.neighbour().await;
+        working.extend([start(&world, &rng).await, start(&neighbour, &rng).await]);
 
         eventually("everything is at rest", async || {
             let counts = world.records().counts().await.unwrap();
