@@ -211,11 +211,13 @@ fn beyond_loopback_it_starts_only_when_people_sign_in_over_tls() {
 
 #[test]
 fn beyond_loopback_the_etcd_endpoint_lets_in_whom_its_authority_vouches_for() {
-    use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+    use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair};
     let folder = temp();
     let at = folder.path();
     let mut params = CertificateParams::default();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    // With the name that all have by default, what it signs would look signed by itself.
+    params.distinguished_name.push(DnType::CommonName, "authority");
     let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
     fs::write(at.join("ca.crt"), authority.pem()).unwrap();
     for (name, file) in [("localhost", "etcd"), ("client", "client")] {
