@@ -432,16 +432,16 @@ fn without_balance_every_worker_takes_every_queue() {
     for worker in until_running(&server, 2) {
         assert_eq!(worker["queues"], json!(["default", "other"]), "{worker}");
     }
-    // One of each queue at a time: two of each take both workers.
-    let jobs = ["slow", "slow", "late", "late"].map(|kind| add(&server, kind, "null"));
-    until("all run", || started(folder.path()).len() == 8);
-    let of = |id: &String| job(&server, &["show", id])["worker"].to_string();
-    for pair in jobs.chunks(2) {
-        assert_ne!(of(&pair[0]), of(&pair[1]), "{pair:?}");
-    }
-    fs::write(folder.path().join("go"), "").unwrap();
-    for id in &jobs {
-        until("its end", || status(&server, id) == "done");
+    // Each has one slot for all its queues: two jobs at once take both workers.
+    let go = folder.path().join("go");
+    for (kind, pids) in [("slow", 4), ("late", 8)] {
+        let pair = [add(&server, kind, "null"), add(&server, kind, "null")];
+        until("both run", || started(folder.path()).len() == pids);
+        let [one, other] = pair.each_ref().map(|id| job(&server, &["show", id])["worker"].clone());
+        assert_ne!(one, other, "{kind}");
+        fs::write(&go, "").unwrap();
+        until("their ends", || pair.iter().all(|id| status(&server, id) == "done"));
+        fs::remove_file(&go).unwrap();
     }
     server.stop();
 }
