@@ -218,6 +218,31 @@ async fn after_a_restart_those_who_were_there_have_time_to_say_so_again() {
 }
 
 #[tokio::test]
+async fn records_of_those_who_are_gone_for_long_are_removed_at_the_start() {
+    let World { db, saves, takes, fleet, _folder } = World::new(SLOW).await;
+    fleet.supervised("boss:there", report("a")).await.unwrap();
+    fleet.heard("anna", beat(), false).await.unwrap();
+    fleet.close().await;
+    drop(fleet);
+    let roster = SqliteRoster::new(db.clone());
+    let All { workers, supervisors } = roster.all().await.unwrap();
+    let seen = Duration::from_secs(700);
+    let ben = WorkerRecord { id: "ben".into(), seen, ..workers[0].clone() };
+    let gone = SupervisorRecord { name: "gone:there".into(), seen, ..supervisors[0].clone() };
+    roster.save(&[ben], &[gone]).await.unwrap();
+
+    let fleet = open(&db, SLOW, &saves, &takes).await;
+    let listed = fleet.list();
+    let kept = roster.all().await.unwrap();
+    let workers: Vec<&str> = listed.workers.iter().map(|worker| worker.id.as_str()).collect();
+    let kept_workers: Vec<&str> = kept.workers.iter().map(|worker| worker.id.as_str()).collect();
+    assert_eq!((workers, kept_workers), (vec!["anna"], vec!["anna"]));
+    let bosses: Vec<&str> = listed.supervisors.iter().map(|boss| boss.name.as_str()).collect();
+    let kept_bosses: Vec<&str> = kept.supervisors.iter().map(|boss| boss.name.as_str()).collect();
+    assert_eq!((bosses, kept_bosses), (vec!["boss:there"], vec!["boss:there"]));
+}
+
+#[tokio::test]
 async fn two_processes_are_not_one_supervisor() {
     let world = World::new(SLOW).await;
     let fleet = &world.fleet;

@@ -34,6 +34,6 @@ pub use processor::{
 };
 pub use record::{
     Claim, Claimed, Fate, Lane, LaneCounts, Page, Record, Records, Refused, SYSTEM, StageError,
-    Which,
+    Tally, Which,
 };
 pub use shards::Shards;

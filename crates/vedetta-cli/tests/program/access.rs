@@ -210,6 +210,73 @@ fn beyond_loopback_it_starts_only_when_people_sign_in_over_tls() {
 }
 
 #[test]
+fn beyond_loopback_the_etcd_endpoint_lets_in_whom_its_authority_vouches_for() {
+    use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair};
+    let folder = temp();
+    let at = folder.path();
+    let mut params = CertificateParams::default();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    // With the name that all have by default, what it signs would look signed by itself.
+    params.distinguished_name.push(DnType::CommonName, "authority");
+    let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
+    fs::write(at.join("ca.crt"), authority.pem()).unwrap();
+    for (name, file) in [("localhost", "etcd"), ("client", "client")] {
+        let key = KeyPair::generate().unwrap();
+        let params = CertificateParams::new([name.to_owned()]).unwrap();
+        let signed = params.signed_by(&key, &authority).unwrap();
+        fs::write(at.join(format!("{file}.crt")), signed.pem()).unwrap();
+        fs::write(at.join(format!("{file}.key")), key.serialize_pem()).unwrap();
+    }
+    config(at, "[etcd]\ncert = 'etcd.crt'\nkey = 'etcd.key'\nclient-ca = 'ca.crt'\n");
+    let up = ["up", "--http=127.0.0.1:0", "--etcd=0.0.0.0:0"];
+    let server = Server::with(vedetta(at).args(up), at);
+    let url = format!("{}/v2/keys/color", server.etcd.replace("0.0.0.0", "localhost"));
+    assert!(url.starts_with("https://"), "{url}");
+    let put = |args: &[&str]| -> Ran {
+        let mut curl = Command::new("curl");
+        curl.args(["-sS", "--noproxy", "*", "--cacert", "ca.crt", "-X", "PUT"]);
+        curl.args(["-d", "value=blue", &url]).args(args).current_dir(at).output().unwrap().into()
+    };
+    let before = server.overview()["revision"].clone();
+    let refused = put(&[]);
+    assert!(refused.code != 0 && refused.out.is_empty(), "without a certificate: {refused:?}");
+    assert_eq!(server.overview()["revision"], before, "nothing was written");
+    let written = put(&["--cert", "client.crt", "--key", "client.key"]);
+    assert!(written.code == 0 && written.out.contains("blue"), "{written:?}");
+    server.stop();
+}
+
+/// The status that the form to sign in answers with.
+fn signs_in(server: &Server, password: &str) -> u16 {
+    let agent = ureq::Agent::config_builder().proxy(None).http_status_as_error(false);
+    let agent = agent.max_redirects(0).max_redirects_will_error(false).build().new_agent();
+    let url = format!("{}/login", server.url);
+    let mut page = agent.get(&url).call().unwrap();
+    let cookie = page.headers()["set-cookie"].to_str().unwrap().to_owned();
+    let text = page.body_mut().read_to_string().unwrap();
+    let (_, csrf) = text.split_once("name=\"csrf\" value=\"").unwrap();
+    let csrf = csrf.split('"').next().unwrap();
+    let form = [("csrf", csrf), ("name", "anna"), ("password", password), ("next", "/")];
+    let request = agent.post(&url).header("Cookie", cookie.split(';').next().unwrap());
+    request.send_form(form).unwrap().status().as_u16()
+}
+
+#[test]
+fn a_password_that_was_changed_is_the_only_one_that_works() {
+    let folder = temp();
+    let at = folder.path();
+    assert_eq!(typed(at, &["user", "add", "anna"], PASSWORD).code, 0);
+    config(at, "[auth]\nenabled = true");
+    let server = Server::start(at);
+    assert_eq!(signs_in(&server, PASSWORD), 303);
+    let changed = typed(at, &["user", "passwd", "anna"], "another horse");
+    assert_eq!((changed.code, changed.out.as_str()), (0, "anna was changed\n"), "{changed:?}");
+    assert_eq!(signs_in(&server, PASSWORD), 401);
+    assert_eq!(signs_in(&server, "another horse"), 303);
+    server.stop();
+}
+
+#[test]
 fn commands_that_the_server_starts_reach_it_with_the_role_they_are_given() {
     for (role, code) in [("operator", "1"), ("admin", "0")] {
         let folder = temp();

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use crate::support::{Ran, Server, run, temp, until, vedetta};
+use crate::support::{Ran, Server, http, run, temp, until, vedetta};
 
 pub(crate) fn config(folder: &Path, text: &str) {
     fs::write(folder.join("vedetta.toml"), text).unwrap();
@@ -184,9 +184,43 @@ async fn a_queue_can_be_a_stream_and_its_jobs_are_recorded() {
     assert_eq!(shown["attempts"], 1);
     assert!(shown["connection"].as_str().unwrap().starts_with("nats"), "{shown}");
     assert!(shown["started_at"].is_string() && shown["ended_at"].is_string(), "{shown}");
+    // It is on the pages as any other.
+    for (page, shown) in [("/queues", "media"), ("/jobs", "film")] {
+        let mut answer = http().get(format!("{}{page}", server.url)).call().unwrap();
+        let text = answer.body_mut().read_to_string().unwrap();
+        let main = text.split("<main").nth(1).unwrap();
+        assert!(main.contains(shown), "{page} lacks {shown}: {main}");
+    }
     let refused: Ran = server.command(&["job", "add", "film"]).output().unwrap().into();
     assert_eq!(refused.code, 2, "{refused:?}");
     assert!(refused.err.contains("publish to media.events"), "{refused:?}");
+}
+
+#[test]
+fn what_is_over_is_gone_when_its_time_of_the_file_is() {
+    let handlers = "[handler.good]\nrun = ['sh', '-c', 'cat >/dev/null']\n\
+        [handler.bad]\nmax-attempts = 1\nrun = ['sh', '-c', 'cat >/dev/null; exit 1']\n";
+    for (completed, failed) in [("1ms", "1h"), ("1h", "1ms")] {
+        let folder = temp();
+        config(folder.path(), handlers);
+        let server = Server::start(folder.path());
+        let (good, bad) = (add(&server, "good", "null"), add(&server, "bad", "null"));
+        until("their ends", || status(&server, &good) == "done" && status(&server, &bad) == "dead");
+        server.stop();
+        let retention =
+            format!("{handlers}[retention]\ncompleted = '{completed}'\nfailed = '{failed}'\n");
+        config(folder.path(), &retention);
+        let server = Server::start(folder.path());
+        let code = |id: &str| {
+            let shown: Ran = server.command(&["job", "show", id]).output().unwrap().into();
+            shown.code
+        };
+        let (gone, stays) = if completed == "1ms" { (good, bad) } else { (bad, good) };
+        until("its removal", || code(&gone) == 3);
+        // Both are looked at in one go.
+        assert_eq!(code(&stays), 0, "completed {completed}, failed {failed}");
+        server.stop();
+    }
 }
 
 #[test]

@@ -120,15 +120,54 @@ fn processes_of(url: &str) -> BTreeSet<String> {
 }
 
 fn up_at(folder: &Path, url: &str) -> Server {
-    let address = url.trim_start_matches("http://");
-    Server::with(vedetta(folder).args(["up", "--http", address]), folder)
+    up_with(folder, url.trim_start_matches("http://"), &[])
+}
+
+/// Variables that say where jobs and commands are.
+type Places<'a> = &'a [(&'a str, &'a str)];
+
+fn up_with(folder: &Path, address: &str, places: Places<'_>) -> Server {
+    let mut command = vedetta(folder);
+    Server::with(command.args(["up", "--http", address]).envs(places.iter().copied()), folder)
+}
+
+const ANY_PORT: &str = "127.0.0.1:0";
+
+/// The same with the commands on a Redis.
+async fn over_redis(test: fn(Places<'_>)) {
+    let redis = testing::redis::Server::start().await;
+    let url = redis.url();
+    let run = move || test(&[("VEDETTA_BUS_URL", &url)]);
+    tokio::task::spawn_blocking(run).await.unwrap();
+}
+
+/// The same with everything but keys on a PostgreSQL.
+async fn on_postgresql(test: fn(Places<'_>)) {
+    let postgres = testing::postgres::Server::start().await;
+    let url = postgres.database().await;
+    let run = move || test(&[("VEDETTA_JOBS_URL", &url)]);
+    tokio::task::spawn_blocking(run).await.unwrap();
 }
 
 #[test]
 fn workers_are_started_stopped_paused_resumed_listed_and_terminated() {
+    workers_are_steered(&[]);
+}
+
+#[tokio::test]
+async fn workers_are_started_stopped_paused_resumed_listed_and_terminated_over_redis() {
+    over_redis(workers_are_steered).await;
+}
+
+#[tokio::test]
+async fn workers_are_started_stopped_paused_resumed_listed_and_terminated_on_postgresql() {
+    on_postgresql(workers_are_steered).await;
+}
+
+fn workers_are_steered(places: Places<'_>) {
     let folder = temp();
     config(folder.path(), &supervised("min = 1\nmax = 3"));
-    let server = Server::start(folder.path());
+    let server = up_with(folder.path(), ANY_PORT, places);
     let first = id(&until_running(&server, 1)[0]);
 
     done(&server, &["start", "default", "--wait"]);
@@ -229,7 +268,7 @@ fn a_worker_keeps_its_limits() {
     assert!(note.as_str().unwrap().contains("and may have 1000000"), "{note}");
 
     // One attempt, of a moment; between jobs a rest, and one at a time.
-    let limits = ["--id", "strict", "--tries", "1", "--timeout", "300ms", "--rest", "1ms"];
+    let limits = ["--id", "strict", "--tries", "1", "--timeout", "300ms", "--rest", "300ms"];
     let _worker = by_hand(&server, folder.path(), &limits);
     let ids = [add(&server, "slow", "null"), add(&server, "slow", "null")];
     for id in &ids {
@@ -238,15 +277,12 @@ fn a_worker_keeps_its_limits() {
         assert_eq!((&shown["attempts"], &shown["max_attempts"]), (&json!(1), &json!(5)));
         assert!(shown["error"].as_str().unwrap().contains("300ms"), "{shown}");
     }
-    let times: Vec<(String, String)> = ids
-        .iter()
-        .map(|id| {
-            let shown = job(&server, &["show", id]);
-            let time = |name: &str| shown[name].as_str().unwrap().to_owned();
-            (time("started_at"), time("ended_at"))
-        })
-        .collect();
-    assert!(times[1].0 >= times[0].1, "one after the other: {times:?}");
+    let time = |id: &str, name: &str| {
+        let shown = job(&server, &["show", id]);
+        humantime::parse_rfc3339(shown[name].as_str().unwrap()).unwrap()
+    };
+    let rested = time(&ids[1], "started_at").duration_since(time(&ids[0], "ended_at"));
+    assert!(rested.unwrap() >= Duration::from_millis(300), "it has its rest");
     until("the end of what they started", || !started(folder.path()).iter().any(|pid| alive(pid)));
 
     let wrong = run(folder.path(), &["worker", "run", "--queue", "unheard-of"]);
@@ -255,12 +291,39 @@ fn a_worker_keeps_its_limits() {
 }
 
 #[test]
+fn workers_keep_the_limits_of_their_supervisor() {
+    let folder = temp();
+    config(folder.path(), &supervised("min = 1\nmax = 1\ntries = 1\ntimeout = '300ms'"));
+    let server = Server::start(folder.path());
+    let slow = add(&server, "slow", "null");
+    until("its end", || status(&server, &slow) == "dead");
+    let shown = job(&server, &["show", &slow]);
+    assert_eq!((&shown["attempts"], &shown["max_attempts"]), (&json!(1), &json!(5)));
+    assert!(shown["error"].as_str().unwrap().contains("300ms"), "{shown}");
+    server.stop();
+}
+
+#[test]
 fn a_supervisor_replaces_dead_and_silent_workers_and_their_jobs_are_done_by_others() {
+    the_dead_and_the_silent_are_replaced(&[]);
+}
+
+#[tokio::test]
+async fn a_supervisor_replaces_dead_and_silent_workers_over_redis() {
+    over_redis(the_dead_and_the_silent_are_replaced).await;
+}
+
+#[tokio::test]
+async fn a_supervisor_replaces_dead_and_silent_workers_on_postgresql() {
+    on_postgresql(the_dead_and_the_silent_are_replaced).await;
+}
+
+fn the_dead_and_the_silent_are_replaced(places: Places<'_>) {
     let folder = temp();
     let settings =
         supervised("min = 2\nmax = 3").replace("capacity = 2", "capacity = 1\nack-wait = '1s'");
     config(folder.path(), &settings);
-    let server = Server::start(folder.path());
+    let server = up_with(folder.path(), ANY_PORT, places);
     until_running(&server, 2);
     let slow = add(&server, "slow", "null");
     let busy = || {
@@ -339,15 +402,47 @@ fn workers_that_end_again_and_again_are_shown_as_crash_looping() {
     until_running(&server, 1);
     // From now on no worker understands the file that it is started with.
     config(folder.path(), "[colors]\n");
-    signal("KILL", &pid(&until_running(&server, 1)[0]));
+    let victim = pid(&until_running(&server, 1)[0]);
+    let began = Instant::now();
+    signal("KILL", &victim);
     let report = || list(&server)["supervisors"][0]["report"].clone();
     until("the state", || report()["state"] == "crash-looping");
+    // Before each of four starts a wait, each twice the last: 200, 400, 800 and 1600 ms, up to a fifth less.
+    assert!(began.elapsed() >= Duration::from_millis(2400), "{:?}", began.elapsed());
     assert_eq!(report()["last_exit"], "exit code 2");
     assert!(report()["stderr"].as_str().unwrap().contains("colors"), "{}", report());
     // When the reason is gone, so is that.
     config(folder.path(), &supervised("min = 1\nmax = 1"));
     until_running(&server, 1);
     until("the state", || report()["state"] == "running");
+    server.stop();
+}
+
+#[test]
+fn without_balance_every_worker_takes_every_queue() {
+    let folder = temp();
+    let settings = supervised("balance = 'simple'\nmin = 2\nmax = 2");
+    let settings = settings.replace("capacity = 2", "capacity = 1");
+    let slow = HANDLERS.split("[handler.slow]\n").nth(1).unwrap();
+    config(
+        folder.path(),
+        &format!("{settings}[queue.other]\ncapacity = 1\n[handler.late]\nqueue = 'other'\n{slow}"),
+    );
+    let server = Server::start(folder.path());
+    for worker in until_running(&server, 2) {
+        assert_eq!(worker["queues"], json!(["default", "other"]), "{worker}");
+    }
+    // Each has one slot for all its queues: two jobs at once take both workers.
+    let go = folder.path().join("go");
+    for (kind, pids) in [("slow", 4), ("late", 8)] {
+        let pair = [add(&server, kind, "null"), add(&server, kind, "null")];
+        until("both run", || started(folder.path()).len() == pids);
+        let [one, other] = pair.each_ref().map(|id| job(&server, &["show", id])["worker"].clone());
+        assert_ne!(one, other, "{kind}");
+        fs::write(&go, "").unwrap();
+        until("their ends", || pair.iter().all(|id| status(&server, id) == "done"));
+        fs::remove_file(&go).unwrap();
+    }
     server.stop();
 }
 
@@ -558,9 +653,23 @@ async fn workers_go_on_while_the_bus_is_away_and_commands_act_when_it_is_back() 
 
 #[test]
 fn records_of_workers_and_commands_have_all_their_fields_and_survive_the_server() {
+    records_survive(&[]);
+}
+
+#[tokio::test]
+async fn records_of_workers_and_commands_survive_the_server_over_redis() {
+    over_redis(records_survive).await;
+}
+
+#[tokio::test]
+async fn records_of_workers_and_commands_survive_the_server_on_postgresql() {
+    on_postgresql(records_survive).await;
+}
+
+fn records_survive(places: Places<'_>) {
     let folder = temp();
     config(folder.path(), &supervised("min = 1\nmax = 2"));
-    let mut server = Server::start(folder.path());
+    let mut server = up_with(folder.path(), ANY_PORT, places);
     let url = server.url.clone();
     let worker = until_running(&server, 1).remove(0);
     for field in [
@@ -588,7 +697,7 @@ fn records_of_workers_and_commands_have_all_their_fields_and_survive_the_server(
     server.running.signal("KILL");
     server.running.wait();
 
-    let server = up_at(folder.path(), &url);
+    let server = up_with(folder.path(), url.trim_start_matches("http://"), places);
     let again = find(&server, &id(&worker));
     for field in ["supervisor", "queues", "pid", "host", "version", "started_at", "created_at"] {
         assert_eq!(again[field], worker[field], "{field}");

@@ -1,15 +1,20 @@
 //! All that changes, as a page or a program is told of it.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde_json::{Value, json};
 use vedetta_core::queue::Settled;
+use vedetta_dashboard::Limits;
 use vedetta_db::postgres::Postgres;
 use vedetta_jobs::postgres::PostgresJobs;
 use vedetta_jobs::{Fate, Ledger, Mode, NewJob, Wanted};
 use vedetta_kv::Put;
+use vedetta_runtime::Watcher;
+use vedetta_stage::{Fate as StageFate, Records as _, Tally, sqlite};
 
 use crate::support::{Feed, Message, PATIENCE, Server, until};
+use crate::watchers::NotZero;
 
 impl Feed {
     /// The first event of this name that is like that.
@@ -103,6 +108,78 @@ async fn what_happens_elsewhere_is_told_too_on_postgresql() {
     let (ours, theirs) = (open().await, open().await);
     let server = Server::start().await.serve_as(|api| api.jobs(Arc::new(ours))).await;
     told_of(&server, &theirs).await;
+    server.end().await;
+}
+
+#[tokio::test]
+async fn workers_stages_and_watchers_are_told_of_as_they_change() {
+    let folder = tempfile::tempdir().unwrap();
+    let options = vedetta_db::Options::new(folder.path().join("stages.db"));
+    let db = vedetta_db::Db::open(&options, &[sqlite::SCHEMA]).unwrap();
+    let records = sqlite::Records::open(db).await.unwrap();
+    let pay = records.lane("order", "pay").await.unwrap();
+    let server = Server::start().await;
+    let watching = Watcher::new("n/").start(server.store.clone(), NotZero);
+    watching.ready(PATIENCE).await.unwrap();
+    let (shown, handle) = (records.clone(), watching.handle());
+    let server = server.serve_as(|api| api.stages(shown).watcher("numbers", handle)).await;
+    let mut feed = server.feed("/events?topics=worker,stage,watcher", "").await;
+    feed.event().await.unwrap();
+
+    let beat = json!({"queues": ["default"], "version": "1", "done": []});
+    server.post("/workers/anna/beat", beat).await;
+    let told = feed.until("worker", |data| data["id"] == "anna").await.data;
+    assert_eq!(
+        (&told["status"], &told["queue"], &told["beats"]),
+        (&json!("running"), &json!("default"), &json!(true))
+    );
+
+    records.enqueue(pay, &[("7", 0, Duration::ZERO)]).await.unwrap();
+    let told = feed.until("stage", |data| data["records"] == 1 && data["due"] == 1).await.data;
+    assert_eq!((&told["entity"], &told["stage"]), (&json!("order"), &json!("pay")));
+    assert!(told["oldest_due_ms"].is_u64() && told["done"] == 0, "{told}");
+    let claim = records.claim(pay, &[0], 1, PATIENCE).await.unwrap().claims.remove(0);
+    records.settle(pay, &[(claim, StageFate::Gone)]).await.unwrap();
+    records.note(pay, Tally { done: 1, ..Tally::default() }).await.unwrap();
+    let told = feed.until("stage", |data| data["done"] == 1).await.data;
+    assert_eq!((&told["records"], &told["due"]), (&json!(0), &json!(0)));
+    assert!(told["oldest_due_ms"].is_null(), "{told}");
+
+    server.put("n/1/x", "0").await;
+    let told = feed.until("watcher", |data| data["failing"] == 1).await.data;
+    assert_eq!((&told["name"], &told["ids"]), (&json!("numbers"), &json!(1)));
+    assert!(told["failed"].as_u64() >= Some(1), "{told}");
+    watching.stop(Duration::ZERO).await;
+    server.end().await;
+}
+
+#[tokio::test]
+async fn a_client_that_never_reads_is_let_go_and_told_so_when_it_comes_back() {
+    let limits = Limits { stall: Duration::from_millis(300), ..Limits::default() };
+    let server = Server::with(limits).await;
+    let mut feed = server.feed("/events?topics=kv", "").await;
+    let seen = feed.event().await.unwrap().last;
+    server.until_watchers(1).await;
+    // More than the system holds for it, again and again. Nobody listens once it is let go, so soon nobody looks.
+    let flood = async {
+        let mut round = 0;
+        while server.store.status().watchers > 0 {
+            let puts = (0..50).map(|n| {
+                let key = format!("{n:02}{}", "k".repeat(16_000));
+                server.store.put(Put::new(key, round.to_string()))
+            });
+            futures_util::future::try_join_all(puts).await.unwrap();
+            round += 1;
+        }
+    };
+    tokio::time::timeout(3 * PATIENCE, flood).await.expect("it is let go");
+    drop(feed);
+    let again = format!("Last-Event-ID: {seen}\r\n");
+    let mut feed = server.feed("/events?topics=kv", &again).await;
+    assert_eq!(feed.event().await.unwrap().event, "hello");
+    assert_eq!(feed.event().await.unwrap().event, "reset");
+    server.put("color", "blue").await;
+    feed.until("kv", |data| data["changes"][0]["key"] == "color").await;
     server.end().await;
 }
 

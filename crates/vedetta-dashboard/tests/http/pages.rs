@@ -1,10 +1,10 @@
 //! The pages as they come over the wire, without a browser: what they show, and what their forms do.
 
-use serde_json::json;
+use serde_json::{Value, json};
 use vedetta_jobs::{Fate, Jobs as _, Ledger as _, Mode, NewJob, Wanted};
 use vedetta_kv::Put;
 
-use crate::support::{Answer, Server};
+use crate::support::{Answer, PATIENCE, Server};
 
 const PAGES: [&str; 9] =
     ["/", "/jobs", "/failed", "/queues", "/workers", "/stages", "/watchers", "/kv", "/insights"];
@@ -102,6 +102,11 @@ async fn every_route_of_the_old_dashboard_has_its_counterpart() {
         assert_eq!(server.get(path).await.status, 200, "{path}");
     }
     assert_eq!(form(&server, &format!("/jobs/{id}/retry"), "").await.status, 303);
+    // start a worker, stop one
+    server.post("/workers/w1/beat", beat()).await;
+    server.post("/supervisors/boss:anna/beat", report()).await;
+    assert_eq!(form(&server, "/workers/start", "queue=default&count=1").await.status, 303);
+    assert_eq!(form(&server, "/workers/w1/stop", "").await.status, 303);
     server.end().await;
 }
 
@@ -322,18 +327,37 @@ async fn what_people_write_is_shown_and_never_obeyed() {
     server.end().await;
 }
 
+fn beat() -> Value {
+    json!({"queues": ["default"], "supervisor": "boss:anna", "pid": 4711, "host": "anna",
+        "version": "1", "started": 1, "birth": "a:1", "state": "running", "running": [3],
+        "slots": {"used": 1, "capacity": 2}, "done": []})
+}
+
+fn report() -> Value {
+    json!({"host": "anna", "version": "1", "instance": "i", "queues": ["default"],
+        "balance": "auto", "min": 1, "max": 3, "wanted": 2, "state": "crash-looping",
+        "last_exit": "exit code 7", "stderr": HOSTILE, "ended": [], "done": [], "depths": false})
+}
+
+/// What it is told, once there is something.
+async fn hears(server: &Server, path: &str, beat: &Value) -> Value {
+    let wait = async {
+        loop {
+            let heard = server.post(path, beat.clone()).await;
+            if heard["commands"] != json!([]) {
+                return heard["commands"].clone();
+            }
+        }
+    };
+    tokio::time::timeout(PATIENCE, wait).await.expect("a command")
+}
+
 #[tokio::test]
 async fn workers_and_their_supervisors_are_shown_and_steered() {
     let server = Server::start().await;
-    let beat = json!({"queues": ["default"], "supervisor": "boss:anna", "pid": 4711, "host": "anna",
-        "version": "1", "started": 1, "birth": "a:1", "state": "running", "running": [3],
-        "slots": {"used": 1, "capacity": 2}, "done": []});
-    let report = json!({"host": "anna", "version": "1", "instance": "i", "queues": ["default"],
-        "balance": "auto", "min": 1, "max": 3, "wanted": 2, "state": "crash-looping",
-        "last_exit": "exit code 7", "stderr": HOSTILE, "ended": [], "done": [], "depths": false});
-    let told = async |path: &str, body: &serde_json::Value| server.post(path, body.clone()).await;
-    told("/workers/w1/beat", &beat).await;
-    told("/supervisors/boss:anna/beat", &report).await;
+    let (worker, boss) = ("/workers/w1/beat", "/supervisors/boss:anna/beat");
+    server.post(worker, beat()).await;
+    server.post(boss, report()).await;
     let page = server.get("/workers").await.body;
     for shown in
         ["4711 on anna", "/workers/w1/pause", "boss:anna on anna", "crash-looping", "exit code 7"]
@@ -342,16 +366,25 @@ async fn workers_and_their_supervisors_are_shown_and_steered() {
     }
     assert!(page.contains("&lt;img src=x") && !page.contains("<img src=x"), "{page}");
 
-    for (path, fields, said) in [
-        ("/workers/w1/pause", "back=%2Fworkers", "pause"),
-        ("/workers/start", "back=%2Fworkers&queue=default&count=1", "started-1"),
+    for (path, fields, said, command) in [
+        ("/workers/w1/pause", "", "pause", "pause"),
+        ("/workers/w1/resume", "", "resume", "resume"),
+        ("/workers/w1/stop", "", "stop", "stop"),
+        ("/workers/start", "&queue=default&count=1", "started-1", "start default 1"),
+        ("/workers/restart", "", "restart", "restart"),
+        ("/workers/terminate", "", "terminate", "terminate"),
     ] {
-        let answer = form(&server, path, fields).await;
-        assert!(answer.head.contains(&format!("location: /workers?said={said}")), "{answer:?}");
+        let answer = form(&server, path, &format!("back=%2Fworkers{fields}")).await;
+        let to = format!("location: /workers?said={said}\r\n");
+        assert!(answer.head.contains(&to), "{path}: {answer:?}");
+        let heard = if path.contains("w1") {
+            hears(&server, worker, &beat()).await
+        } else {
+            hears(&server, boss, &report()).await
+        };
+        assert_eq!(heard.as_array().unwrap().len(), 1, "{heard}");
+        assert_eq!(heard[0]["command"], command, "{heard}");
     }
-    assert_eq!(told("/workers/w1/beat", &beat).await["commands"][0]["command"], "pause");
-    let started = told("/supervisors/boss:anna/beat", &report).await;
-    assert!(started["commands"].to_string().contains("default"), "{started}");
     let unknown = form(&server, "/workers/start", "queue=nobodys&count=1").await;
     assert_eq!(unknown.status, 422, "{unknown:?}");
     server.end().await;

@@ -313,6 +313,7 @@ async fn every_answer_carries_the_headers_that_protect_a_browser() {
         let answer = server.get(path).await;
         for header in [
             "content-security-policy: default-src 'none'; script-src 'self'",
+            "; require-trusted-types-for 'script'; trusted-types vedetta\r\n",
             "x-frame-options: deny",
             "x-content-type-options: nosniff",
             "referrer-policy: same-origin",

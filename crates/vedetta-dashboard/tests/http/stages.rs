@@ -51,6 +51,14 @@ async fn stages_are_shown_with_what_is_wrong_and_a_record_can_be_tried_again() {
     }
     assert_eq!((json!(ids), cursor.as_str()), (json!(["1", "2", "3"]), ""));
 
+    let page = server.get("/stages").await.body;
+    for row in ["pay", "pack"] {
+        let row = format!("data-stage=\"&quot;order&quot; &quot;{row}&quot;\"");
+        assert!(page.contains(&row), "{row} in {page}");
+    }
+    assert!(page.contains("/stages/order/pay/a%2Fb/retry"), "{page}");
+    assert!(page.contains("declined &lt;b&gt;"), "{page}");
+
     let retried = server.send("POST /api/v1/stages/order/pay/a%2Fb/retry", &[], "").await;
     assert_eq!((retried.status, retried.json()), (200, json!({"retried": true})));
     let shown = server.get("/api/v1/stages/order/a%2Fb").await.json();

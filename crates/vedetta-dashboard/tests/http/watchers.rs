@@ -12,7 +12,7 @@ use crate::support::{PATIENCE, Server, until};
 
 /// A number.
 #[derive(Debug, Clone, Default)]
-struct Number(u32);
+pub(crate) struct Number(u32);
 
 impl State for Number {
     fn apply(&mut self, _: &str, value: Option<&[u8]>) -> Result<Effect, BoxError> {
@@ -22,7 +22,7 @@ impl State for Number {
 }
 
 /// Zero will not do.
-struct NotZero;
+pub(crate) struct NotZero;
 
 impl Reconcile for NotZero {
     type State = Number;
@@ -73,6 +73,11 @@ async fn a_watcher_is_shown_with_what_is_wrong_and_can_be_run_again() {
     assert_eq!(unreadable["unreadable"], why, "{shown}");
     let one = server.get("/api/v1/watchers/numbers?limit=1").await.json();
     assert_eq!(one["troubles"].as_array().unwrap().len(), 1, "{one}");
+
+    let page = server.get("/watchers").await.body;
+    for shown in ["data-watcher=\"numbers\"", "it is zero", "invalid digit found in string"] {
+        assert!(page.contains(shown), "{shown} in {page}");
+    }
 
     let done = watching.status().done;
     let answer = server.json("POST /api/v1/watchers/numbers/resync", "").await;

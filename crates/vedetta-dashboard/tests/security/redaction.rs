@@ -4,6 +4,7 @@ use serde_json::{Value, json};
 use vedetta_access::Role;
 
 use crate::Guarded;
+use crate::support::PATIENCE;
 
 const CANARY: &str = "kanari3nvogel";
 
@@ -76,6 +77,41 @@ async fn secrets_of_jobs_are_shown_to_those_only_who_ask_for_them_and_may() {
     let refused = ("token:viewer", "refused");
     assert_eq!(looked, [refused, refused, ("token:worker", "done")]);
     assert!(log.iter().all(|entry| !format!("{entry:?}").contains(CANARY)));
+    guarded.end().await;
+}
+
+#[tokio::test]
+async fn secrets_of_jobs_are_on_no_page_and_in_no_stream() {
+    let guarded = Guarded::start().await;
+    let operator = guarded.token("worker", Role::Operator);
+    let viewer = guarded.token("viewer", Role::Viewer);
+    let head = format!("Authorization: {operator}\r\n");
+    let mut feed = guarded.server.feed("/events", &head).await;
+    let id = sing(&guarded, &operator).await;
+    let told = async {
+        loop {
+            let message = feed.event().await.expect("the stream goes on");
+            assert!(!message.data.to_string().contains(CANARY), "{message:?}");
+            if message.data["id"] == id && message.data["status"] == "dead" {
+                return message.data;
+            }
+        }
+    };
+    let told = tokio::time::timeout(PATIENCE, told).await.expect("it is told");
+    assert!(told["error"].as_str().unwrap().contains("refused"), "{told}");
+    for who in [&viewer, &operator] {
+        for (path, shows) in [
+            ("/", "<main"),
+            ("/jobs", "pack"),
+            (&format!("/jobs/{id}"), "(redacted)"),
+            ("/failed", "refused"),
+        ] {
+            let page = guarded.asks(&format!("GET {path}"), who).await;
+            assert_eq!(page.status, 200, "{path}: {page:?}");
+            assert!(page.body.contains(shows), "{path} lacks {shows}: {}", page.body);
+            assert!(!page.body.contains(CANARY), "{path}: {}", page.body);
+        }
+    }
     guarded.end().await;
 }
 

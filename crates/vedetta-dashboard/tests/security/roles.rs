@@ -116,6 +116,93 @@ async fn every_route_lets_in_exactly_those_who_may() {
     guarded.end().await;
 }
 
+/// The pages and their forms, and the least role for each; nothing for those that are anybody's.
+const PAGES: &[(&str, &str, &str)] = &[
+    ("get", "/", "viewer"),
+    ("get", "/jobs", "viewer"),
+    ("get", "/jobs/{id}", "viewer"),
+    ("post", "/jobs/{id}/retry", "operator"),
+    ("post", "/jobs/{id}/cancel", "operator"),
+    ("post", "/jobs/{id}/delete", "operator"),
+    ("get", "/failed", "viewer"),
+    ("post", "/failed/retry", "operator"),
+    ("get", "/queues", "viewer"),
+    ("post", "/queues/{queue}/pause", "operator"),
+    ("post", "/queues/{queue}/resume", "operator"),
+    ("post", "/queues/{queue}/drain", "operator"),
+    ("get", "/workers", "viewer"),
+    ("post", "/workers/start", "operator"),
+    ("post", "/workers/restart", "operator"),
+    ("post", "/workers/terminate", "operator"),
+    ("post", "/workers/{id}/stop", "operator"),
+    ("post", "/workers/{id}/pause", "operator"),
+    ("post", "/workers/{id}/resume", "operator"),
+    ("get", "/stages", "viewer"),
+    ("post", "/stages/{entity}/{stage}/{id}/retry", "operator"),
+    ("get", "/watchers", "viewer"),
+    ("post", "/watchers/{name}/resync", "operator"),
+    ("get", "/kv", "viewer"),
+    ("get", "/insights", "viewer"),
+    ("post", "/theme", "viewer"),
+    ("get", "/assets/{hash}/{*name}", ""),
+];
+
+/// The pages and forms that there are, as the source has them: no description tells of them.
+fn routes_of_pages() -> BTreeSet<(&'static str, &'static str)> {
+    let (_, table) = include_str!("../../src/page.rs").split_once("fn routes()").unwrap();
+    let (table, _) = table.split_once("\n}").unwrap();
+    let of = |method: &'static str| {
+        let calls = table.split(method).skip(1).filter(|rest| rest.starts_with('('));
+        calls.map(move |rest| (method, rest.split('"').nth(1).expect("a path")))
+    };
+    ["get", "post", "put", "patch", "delete"].into_iter().flat_map(of).collect()
+}
+
+#[tokio::test]
+async fn every_page_and_form_lets_in_exactly_those_who_may() {
+    let listed: BTreeSet<_> = PAGES.iter().map(|(method, path, _)| (*method, *path)).collect();
+    assert_eq!(routes_of_pages(), listed, "who may use it? Say so in PAGES");
+    let guarded = Guarded::start().await;
+    let mut callers = Vec::new();
+    for (name, role) in [("vera", Role::Viewer), ("otto", Role::Operator)] {
+        guarded.user(name, role).await;
+        callers.push((Some(role), guarded.sign_in(name).await));
+    }
+    // What a form needs, and a session that was never opened.
+    callers.push((None, guarded.form().await));
+    for (method, path, least) in PAGES {
+        let needed: Option<Role> = least.parse().ok();
+        let target = path
+            .replace("{id}", "1")
+            .replace("{name}", "none")
+            .replace("{entity}", "order")
+            .replace("{stage}", "pay")
+            .replace("{queue}", "default")
+            .replace("{hash}", "0")
+            .replace("{*name}", "page.css");
+        for (role, browser) in &callers {
+            let answer = if *method == "get" {
+                let cookie = [("Cookie", browser.cookie.as_str())];
+                guarded.server.send(&format!("GET {target}"), &cookie, "").await
+            } else {
+                guarded.post(browser, &target, "back=/").await
+            };
+            let expected = match (needed, role) {
+                (Some(_), None) => "401",
+                (Some(needed), Some(role)) if *role < needed => "403",
+                _ => "in",
+            };
+            let was = match answer.status {
+                401 => "401",
+                403 => "403",
+                _ => "in",
+            };
+            assert_eq!(was, expected, "{role:?}: {method} {path}: {answer:?}");
+        }
+    }
+    guarded.end().await;
+}
+
 #[tokio::test]
 async fn what_is_not_declared_is_not_there() {
     let guarded = Guarded::start().await;
