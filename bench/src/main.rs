@@ -67,7 +67,7 @@ enum Bench {
     /// Films made into all resolutions: how much of the cores the weighted slots use.
     #[command(after_help = transcoding::FIGURES)]
     Transcode(transcoding::Args),
-    /// Live rooms on a real Janus and real FFmpegs: how soon they are on air, what they cost, and what is left of them.
+    /// Live rooms on a real Janus with real FFmpeg: how soon they are on air, what they cost, and what is left of them.
     #[command(after_help = rooms::FIGURES)]
     Rooms(rooms::Args),
     /// What idle worker processes cost their server, and how soon they obey.

@@ -2,7 +2,7 @@
 //!
 //! Rooms and forwarders belong to Janus, not to whoever made them: they outlive us, and end with Janus.
 
-use std::fmt;
+use std::fmt::{self, Write as _};
 use std::net::Ipv4Addr;
 use std::time::Duration;
 
@@ -102,9 +102,12 @@ impl Bridge {
     /// What changing a room takes. Follows from the key and the room, so it need not be kept anywhere.
     pub fn secret(&self, room: &str) -> String {
         let parts = [self.admin_key.as_str(), "live-rooms room secret", room];
-        let digests = parts.map(|part| Sha256::digest(part));
+        let digests = parts.map(Sha256::digest);
         let secret = Sha256::digest(digests.concat());
-        secret.iter().map(|byte| format!("{byte:02x}")).collect()
+        secret.iter().fold(String::new(), |mut text, byte| {
+            let _ = write!(text, "{byte:02x}");
+            text
+        })
     }
 
     /// The rooms there are.

@@ -1,6 +1,6 @@
 //! The rules of the rooms: who may run them, and when they go. Code without effects.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::model::{Kind, Module, Room, Status};
@@ -103,8 +103,8 @@ pub fn decide(room: &Room, now: u64, modules: &impl Modules, rules: &Rules) -> D
 }
 
 /// How many rooms each module of a kind is assigned.
-pub fn loads<'a>(rooms: impl IntoIterator<Item = &'a Room>, kind: Kind) -> HashMap<&'a str, u32> {
-    let mut loads = HashMap::new();
+pub fn loads<'a>(rooms: impl IntoIterator<Item = &'a Room>, kind: Kind) -> BTreeMap<&'a str, u32> {
+    let mut loads = BTreeMap::new();
     for meta in rooms.into_iter().filter_map(|room| room.meta.as_ref()) {
         if let (true, Some(id)) = (meta.needs(kind), meta.assigned(kind)) {
             *loads.entry(id).or_default() += 1;
@@ -116,8 +116,8 @@ pub fn loads<'a>(rooms: impl IntoIterator<Item = &'a Room>, kind: Kind) -> HashM
 /// What each room takes of the modules, and which rooms wait: so it is known when there may be a place for them.
 #[derive(Debug, Default)]
 pub struct Places {
-    taken: HashMap<String, [Option<String>; 2]>,
-    waiting: HashSet<String>,
+    taken: BTreeMap<String, [Option<String>; 2]>,
+    waiting: BTreeSet<String>,
 }
 
 impl Places {
@@ -148,7 +148,7 @@ impl Places {
 /// those if there are several. `random` answers with a number below the one given.
 pub fn pick<'a>(
     modules: impl IntoIterator<Item = (&'a str, &'a Module)>,
-    loads: &HashMap<&str, u32>,
+    loads: &BTreeMap<&str, u32>,
     random: impl FnOnce(usize) -> usize,
 ) -> Option<&'a str> {
     let mut best = Vec::new();
@@ -214,25 +214,25 @@ mod tests {
             ("b", module(9, READY)),
         ];
         let modules = || all.iter().map(|(id, module)| (*id, module));
-        let loads = HashMap::from([("busy", 3), ("full", 1), ("a", 2), ("b", 2)]);
+        let loads = BTreeMap::from([("busy", 3), ("full", 1), ("a", 2), ("b", 2)]);
         assert_eq!(pick(modules(), &loads, |n| n - 1), Some("b"));
         let tied = pick(modules(), &loads, |n| {
             assert_eq!(n, 2, "a and b");
             0
         });
         assert_eq!(tied, Some("a"));
-        let loads = HashMap::from([("busy", 9), ("full", 1), ("a", 9), ("b", 12)]);
+        let loads = BTreeMap::from([("busy", 9), ("full", 1), ("a", 9), ("b", 12)]);
         assert_eq!(pick(modules(), &loads, |_| 0), None, "nobody has room");
     }
 
     #[test]
     fn ties_are_broken_by_chance() {
         let all: Vec<_> = ["a", "b", "c"].map(|id| (id, module(9, READY))).into();
-        let mut seen = std::collections::BTreeSet::new();
+        let mut seen = BTreeSet::new();
         for seed in 0..64 {
             let mut random = fastrand::Rng::with_seed(seed);
             let modules = all.iter().map(|(id, module)| (*id, module));
-            seen.extend(pick(modules, &HashMap::new(), |n| random.usize(..n)));
+            seen.extend(pick(modules, &BTreeMap::new(), |n| random.usize(..n)));
         }
         assert_eq!(seen.into_iter().collect::<Vec<_>>(), ["a", "b", "c"]);
     }
@@ -399,7 +399,7 @@ mod tests {
             room(Status::Stopped, Some("m"), Some("j")),
             room(Status::Removing, Some("m"), Some("j")),
         ];
-        assert_eq!(loads(&rooms, Kind::Mixer), HashMap::from([("m", 2)]));
-        assert_eq!(loads(&rooms, Kind::Janus), HashMap::from([("j", 2), ("k", 1)]));
+        assert_eq!(loads(&rooms, Kind::Mixer), BTreeMap::from([("m", 2)]));
+        assert_eq!(loads(&rooms, Kind::Janus), BTreeMap::from([("j", 2), ("k", 1)]));
     }
 }

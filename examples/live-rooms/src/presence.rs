@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
-use tokio::task::JoinHandle;
+use tokio::task::{JoinError, JoinHandle};
 use tokio::time::{Instant, sleep};
 use vedetta::core::explain;
 use vedetta::etcd::{Cluster, Is, Lease, Write};
@@ -106,14 +106,14 @@ impl Presence {
     /// Waits until it is there.
     pub async fn joined(&mut self) -> Result<(), Taken> {
         tokio::select! {
-            taken = &mut self.task => Err(taken.expect("nobody ends it, and it does not panic")),
+            ended = &mut self.task => Err(taken(ended)),
             Ok(_) = self.is_there.wait_for(|there| *there) => Ok(()), // else the task has ended
         }
     }
 
     /// Returns when another process took the id.
     pub async fn taken(&mut self) -> Taken {
-        (&mut self.task).await.expect("nobody ends it, and it does not panic")
+        taken((&mut self.task).await)
     }
 
     /// Whether it is there. Says no more when another process took the id.
@@ -132,6 +132,11 @@ impl Presence {
         let gone = async { self.is_there.wait_for(|there| !there).await.map(drop) };
         let _ = tokio::time::timeout(Duration::from_secs(3), gone).await;
     }
+}
+
+/// Nobody ends the task but our end.
+fn taken(ended: Result<Taken, JoinError>) -> Taken {
+    ended.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))
 }
 
 impl Drop for Presence {

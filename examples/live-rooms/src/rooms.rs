@@ -31,6 +31,8 @@ use crate::store::{self, StoreError, get, json, rooms, update};
 const START: Duration = Duration::from_secs(60);
 /// How long requests and writes may take to finish at the end.
 const GRACE: Duration = Duration::from_secs(5);
+/// How many rooms are looked after at once.
+const PARALLEL: NonZeroU32 = NonZeroU32::new(16).expect("not zero");
 /// How often a placement is tried while others place, too.
 const TRIES: usize = 20;
 
@@ -64,7 +66,7 @@ pub async fn run(
     };
     let watcher = Watcher::new(ROOMS)
         .key_types(["livemeta", "mixer", "janus"])
-        .parallel(NonZeroU32::new(16).expect("not zero"))
+        .parallel(PARALLEL)
         .timeout(Some(Duration::from_secs(60)))
         .resync_every(Duration::from_secs(60));
     let rooms = Arc::new(watcher.start(store.clone(), keeper));

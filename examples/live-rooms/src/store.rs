@@ -42,6 +42,10 @@ pub async fn get<T: DeserializeOwned>(
 }
 
 /// A value as it is written.
+///
+/// # Panics
+///
+/// If it cannot be JSON, which all of ours can.
 pub fn json(value: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(value).expect("no value here has keys that are no text")
 }

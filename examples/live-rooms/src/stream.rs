@@ -413,8 +413,8 @@ mod tests {
             let heard = async {
                 loop {
                     let list = std::fs::read_to_string(folder.join(PLAYLIST)).unwrap_or_default();
-                    let last = list.lines().rfind(|line| line.ends_with(".ts"));
-                    if let Some(segment) = last.map(|name| folder.join(name))
+                    let newest = list.lines().rfind(|line| line.contains(".ts"));
+                    if let Some(segment) = newest.map(|name| folder.join(name))
                         && loudness(&segment, hertz).await.is_some_and(|loud| loud > -35.0)
                     {
                         return segment;

@@ -1,4 +1,4 @@
-//! The whole example with a real Janus and real FFmpegs: what is said in a room is in its stream, and in no other; and
+//! The whole example with a real Janus and real FFmpeg: what is said in a room is in its stream, and in no other; and
 //! whatever breaks, it is so again soon, and nothing is left over.
 
 mod sound;

@@ -365,9 +365,9 @@ impl World {
             let key = String::from_utf8(entry.key.to_vec()).unwrap();
             keys.insert(key, serde_json::from_slice::<Value>(&entry.value).unwrap());
         }
-        let parts = ["janus", "livemeta", "mixer"];
+        let key_types = ["janus", "livemeta", "mixer"];
         let expected =
-            rooms.iter().flat_map(|room| parts.map(|part| format!("/rooms/{room}/{part}")));
+            rooms.iter().flat_map(|room| key_types.map(|part| format!("/rooms/{room}/{part}")));
         if !keys.keys().eq(&expected.collect::<BTreeSet<_>>()) {
             return Err(format!("keys: {keys:?}"));
         }
@@ -394,7 +394,7 @@ impl World {
         Ok(())
     }
 
-    /// The numbers of the FFmpegs that stream, or of those that stream one room.
+    /// The process ids of every FFmpeg that streams, or of those that stream one room.
     pub(crate) fn ffmpegs(&self, room: Option<&str>) -> Vec<u32> {
         let folder = room.map_or(self.media(), |room| self.media().join(room));
         let is_it = |pid: &u32| {
