@@ -206,14 +206,14 @@ impl Mixer {
     }
 
     /// Ends every stream, and removes what we said of it.
-    async fn end(self: &Arc<Self>, withdraws: bool) {
+    async fn end(self: &Arc<Self>, removes: bool) {
         let rooms: Vec<String> = self.streams.lock().keys().cloned().collect();
         let mut ending = JoinSet::new();
         for room in rooms {
             let mixer = Arc::clone(self);
             ending.spawn(async move {
                 mixer.end_stream(&room).await;
-                if !withdraws {
+                if !removes {
                     return;
                 }
                 let withdrawn = timeout(Duration::from_secs(3), mixer.withdraw(&room)).await;
@@ -371,13 +371,13 @@ mod tests {
         // The other one has it.
         assert!(publish(&store, me, "r", &other).await.unwrap());
         let announcer = Announcer { mixer: Arc::clone(&mixer), room: "r".into(), generation: 1 };
-        let mut announced = pin!(announcer.announce(42000));
-        assert!(timeout(Duration::from_millis(300), &mut announced).await.is_err());
+        let mut saying = pin!(announcer.announce(42000));
+        assert!(timeout(Duration::from_millis(300), &mut saying).await.is_err());
         mixer.withdraw("r").await.unwrap();
         assert_eq!(said().await.as_ref(), Some(&other));
         // This one has it: what the other one said is no longer true.
         has_id.send_replace(true);
-        testing::soon("it says where", announced).await;
+        testing::soon("it says where", saying).await;
         assert_eq!(said().await.as_ref(), Some(&ours));
         assert!(publish(&store, me, "r", &other).await.unwrap());
         mixer.withdraw("r").await.unwrap();
