@@ -17,16 +17,18 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
+use vedetta::KeyRange;
+use vedetta::core::Source as _;
 use vedetta::dashboard::{self, Api};
 use vedetta::db::{self, DataFolder, Db};
-use vedetta::etcd::{self, Cluster, Endpoint};
+use vedetta::etcd::{self, Cluster, Endpoint, Is, Write};
 use vedetta::kv::{self, Store};
 use vedetta::runtime::told::{Board, Reading};
 use vedetta::runtime::{Command, Watch};
 
 use crate::bridge::Bridge;
 use crate::janus::{KEY, SECRET};
-use crate::model::Kind;
+use crate::model::{Kind, PLACEMENTS, room_key};
 use crate::programs::find;
 use crate::stream::PLAYLIST;
 
@@ -38,6 +40,8 @@ const MIXER_AGAIN: Duration = Duration::from_secs(15);
 const AGAIN: Duration = Duration::from_secs(2);
 /// How long what was started has to end, twice.
 const STOP: [Duration; 2] = [Duration::from_secs(10), Duration::from_secs(5)];
+/// How long what is in the store may take to go.
+const LEAVE: Duration = Duration::from_secs(10);
 /// Nothing runs for so long.
 const LONGEST: Duration = Duration::from_secs(366 * 24 * 3600);
 const MIXERS: [&str; 2] = ["demo-mixer-1", "demo-mixer-2"];
@@ -77,20 +81,48 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         () = stop.cancelled() => Ok(()),
     };
     say("\nending: rooms, processes, files …\n");
-    let ended = stage.end().await;
-    if elsewhere.is_some() {
-        for (kind, id) in
-            MIXERS.map(|id| (Kind::Mixer, id)).into_iter().chain([(Kind::Janus, JANUS)])
-        {
-            store.delete(kind.key(id, "state")).await?;
-        }
-    }
+    let room = stage.end().await;
+    // Our own goes with its folder.
+    let left = match elsewhere {
+        Some(_) => leave(&store, room.as_deref()).await,
+        None => Ok(()),
+    };
     if let Some(embedded) = embedded {
         embedded.close().await;
     }
     folder.close().context("cannot remove the temporary folder")?;
+    left?;
     say("nothing is left\n");
-    played.and(ended)
+    played
+}
+
+/// Removes what we wrote to a store of others; fails if something is left.
+async fn leave(store: &Cluster, room: Option<&str>) -> anyhow::Result<()> {
+    let mut why = anyhow::anyhow!("the store does not answer: what we wrote may be left in it");
+    let left = async {
+        while let Err(error) = clear(store, room).await {
+            why = error;
+            sleep(Duration::from_millis(200)).await;
+        }
+    };
+    timeout(LEAVE, left).await.map_err(|_| why)
+}
+
+/// Removes what the processes do not remove themselves, and fails if they left something.
+async fn clear(store: &Cluster, room: Option<&str>) -> anyhow::Result<()> {
+    for (kind, id) in MIXERS.map(|id| (Kind::Mixer, id)).into_iter().chain([(Kind::Janus, JANUS)]) {
+        store.delete(kind.key(id, "state")).await?;
+    }
+    let Some(room) = room else { return Ok(()) };
+    if let Some(last) = store.get(PLACEMENTS).await?.filter(|last| last.value == room.as_bytes()) {
+        let write = Write::new().when(PLACEMENTS, Is::At(last.modified)).delete(PLACEMENTS);
+        store.write(write).await?; // if it has changed, it is of others
+    }
+    let page = store.list(KeyRange::prefix(room_key(room, "")), None).await?;
+    let keys = page.entries.iter().map(|entry| String::from_utf8_lossy(&entry.key));
+    let keys: Vec<_> = keys.collect();
+    anyhow::ensure!(keys.is_empty(), "this is left in the store: {}", keys.join(", "));
+    Ok(())
 }
 
 /// Nobody has to listen.
@@ -101,8 +133,8 @@ fn say(text: &str) {
 }
 
 /// A Vedetta in this process: its store, its etcd endpoint, its API and page.
-struct Embedded {
-    etcd: String,
+pub(crate) struct Embedded {
+    pub(crate) etcd: String,
     page: String,
     store: Store,
     board: Reading,
@@ -112,7 +144,7 @@ struct Embedded {
 }
 
 impl Embedded {
-    async fn open(path: &Path) -> anyhow::Result<Self> {
+    pub(crate) async fn open(path: &Path) -> anyhow::Result<Self> {
         let folder = DataFolder::open(path)?;
         let db = Db::open(&db::Options::new(folder.database()), &[kv::SCHEMA])?;
         let store = Store::open(db, kv::Options::default()).await?;
@@ -135,7 +167,7 @@ impl Embedded {
         })
     }
 
-    async fn close(mut self) {
+    pub(crate) async fn close(mut self) {
         self.board.stop().await;
         self.stop.cancel();
         let all = async { while self.serving.join_next().await.is_some() {} };
@@ -357,22 +389,27 @@ impl Stage {
         }
     }
 
-    /// Removes the room, and ends every process.
-    async fn end(mut self) -> anyhow::Result<()> {
-        if let Some(room) = self.room.take() {
+    /// Removes the room, and ends every process. Which room it was.
+    async fn end(mut self) -> Option<String> {
+        if let Some(room) = &self.room {
             let path = format!("/rooms/{room}");
             let gone = async {
-                while self.ask("DELETE", &path, None).await.is_ok_and(|(status, _)| status != 404) {
+                // It may be started again just now.
+                while self
+                    .ask("DELETE", &path, None)
+                    .await
+                    .map_or(true, |(status, _)| status != 404)
+                {
                     sleep(Duration::from_millis(100)).await;
                 }
             };
-            if timeout(Duration::from_secs(10), gone).await.is_err() {
+            if timeout(LEAVE, gone).await.is_err() {
                 tracing::warn!("the room is not gone yet");
             }
         }
         self.stop.cancel();
         while self.processes.join_next().await.is_some() {}
-        Ok(())
+        self.room
     }
 
     async fn get(&self, path: &str) -> anyhow::Result<Value> {
@@ -555,4 +592,33 @@ admin: {{ admin_base_path = "/admin"  admin_http = true  admin_port = {admin}  a
     }
     let admin = format!("http://127.0.0.1:{admin}/admin");
     Ok(Configured { folder: folder.to_owned(), admin })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn what_is_ours_in_a_store_of_others_goes_and_what_stays_is_told() {
+        let folder = tempfile::tempdir().unwrap();
+        let embedded = Embedded::open(&folder.path().join("store")).await.unwrap();
+        let store: Cluster = embedded.etcd.parse().unwrap();
+        let state = Kind::Mixer.key(MIXERS[0], "state");
+        let (ours, other) = ("/rooms/ours/mixer", "/rooms/ours2/mixer");
+        for (key, value) in [(state.as_str(), "{}"), (ours, "{}"), (other, "{}")] {
+            store.put(key.to_owned(), value).await.unwrap();
+        }
+        store.put(PLACEMENTS, "other").await.unwrap();
+        let error = clear(&store, Some("ours")).await.unwrap_err().to_string();
+        assert_eq!(error, format!("this is left in the store: {ours}"));
+        let is_there = async |key: &str| store.get(key.to_owned()).await.unwrap().is_some();
+        assert!(!is_there(&state).await);
+        assert!(is_there(PLACEMENTS).await, "others placed a room since");
+
+        store.put(PLACEMENTS, "ours").await.unwrap();
+        store.delete(ours).await.unwrap();
+        leave(&store, Some("ours")).await.unwrap();
+        assert!(!is_there(PLACEMENTS).await && is_there(other).await);
+        embedded.close().await;
+    }
 }

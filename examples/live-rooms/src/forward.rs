@@ -48,7 +48,7 @@ mod tests {
 
     fn at(port: u16, generation: u64) -> MixerAt {
         let (host, ssrc) = (Ipv4Addr::LOCALHOST, ssrc("r", generation));
-        MixerAt { mixer_id: "m".into(), host, port, ssrc, generation }
+        MixerAt { mixer_id: "m".into(), host, port, ssrc, generation, run: String::new() }
     }
 
     fn to(stream_id: u64, port: u16, generation: u64) -> Forwarder {

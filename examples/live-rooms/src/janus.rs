@@ -134,10 +134,11 @@ impl Manager {
         format!("live-rooms {}", self.me)
     }
 
-    async fn listed(&self) -> Result<HashSet<String>, BridgeError> {
+    /// Every room in Janus, and whether it is ours.
+    async fn listed(&self) -> Result<HashMap<String, bool>, BridgeError> {
         let ours = self.description();
         let rooms = self.bridge.rooms().await?.into_iter();
-        Ok(rooms.filter(|room| room.description == ours).map(|Bridged { room, .. }| room).collect())
+        Ok(rooms.map(|Bridged { room, description }| (room, description == ours)).collect())
     }
 
     async fn wait_for_janus(&self) -> anyhow::Result<()> {
@@ -191,17 +192,18 @@ impl Manager {
                     *beat = Some(self.beat.clone());
                 }
             });
-            self.voice.load(listed.len());
+            let ours = || listed.iter().filter(|(_, is_ours)| **is_ours).map(|(room, _)| room);
+            self.voice.load(ours().count());
             // What was begun or ended while we looked is neither missing nor too much.
             let after = settled();
             let missing =
-                before.intersection(&after).filter(|room| !listed.contains(*room)).count();
+                before.intersection(&after).filter(|room| !listed.contains_key(*room)).count();
             let was_away = std::mem::take(&mut is_away);
             if was_away || missing > 0 {
                 tracing::warn!(missing, "Janus may have been restarted: looking at every room");
                 watching.resync().await;
             }
-            for room in listed.iter().filter(|room| !known.contains_key(*room)) {
+            for room in ours().filter(|room| !known.contains_key(*room)) {
                 if !self.rooms.lock().contains_key(room) {
                     self.destroy(room).await.unwrap_or_else(|error| {
                         tracing::warn!(room, error = explain(&error), "cannot destroy an orphan");
@@ -239,6 +241,12 @@ impl Manager {
 
     /// A room that is there, and sends to where it should.
     async fn keep(&self, id: &str, room: &Room) -> Result<(), BoxError> {
+        let is_known = self.rooms.lock().contains_key(id);
+        if !is_known && self.listed().await?.get(id) == Some(&false) {
+            // Another manager of this Janus made it; called so, nobody would see if it is left over.
+            tracing::info!(room = id, "is not called ours in Janus: making it anew");
+            self.destroy(id).await?;
+        }
         let there = match self.bridge.forwarders(id).await {
             Err(BridgeError::NoSuchRoom) => {
                 self.rooms.lock().insert(id.to_owned(), false);
@@ -275,9 +283,10 @@ impl Reconcile for Rooms {
 
     async fn rebuild(&self, wanted: &Wanted<Room>) -> Result<(), BoxError> {
         let manager = &self.0;
-        let listed = manager.listed().await?;
-        *manager.rooms.lock() = listed.iter().map(|room| (room.clone(), true)).collect();
-        for room in &listed {
+        let mut listed = manager.listed().await?;
+        listed.retain(|_, is_ours| *is_ours);
+        manager.rooms.lock().clone_from(&listed);
+        for room in listed.keys() {
             let state = wanted.get(room.as_bytes());
             let is_ours = state.is_some_and(|room| room.run_by(Kind::Janus, &manager.me).is_some());
             // One whose values cannot be read may be ours.

@@ -14,7 +14,7 @@ use anyhow::Context as _;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use crate::model::is_id;
-use crate::stream::{SDP, VARIABLE};
+use crate::stream::{MARKER, VARIABLE};
 
 /// How long a process may take to end when it is killed.
 const ENDING: Duration = Duration::from_secs(10);
@@ -73,7 +73,7 @@ impl Media {
         for entry in std::fs::read_dir(&self.folder)? {
             let name = entry?.file_name();
             let room = name.to_str().filter(|name| is_id(name));
-            if let Some(room) = room.filter(|room| self.of(room).join(SDP).exists()) {
+            if let Some(room) = room.filter(|room| self.of(room).join(MARKER).exists()) {
                 rooms.push(room.to_owned());
             }
         }
@@ -83,7 +83,7 @@ impl Media {
     /// Removes the folder of a room, if it is one of ours.
     pub fn remove(&self, room: &str) -> io::Result<()> {
         let folder = self.of(room);
-        if !is_id(room) || !folder.join(SDP).exists() {
+        if !is_id(room) || !folder.join(MARKER).exists() {
             return Ok(());
         }
         // Away at once, whatever is still written to it; if this breaks off, the rest goes later.
@@ -181,7 +181,7 @@ mod tests {
         let beside = Media::open(folder.path(), "m2").unwrap();
         assert_ne!(media.owner(), beside.owner());
 
-        for (room, file) in [("a", SDP), ("a", "seg_00001.ts"), ("b", "thesis.txt")] {
+        for (room, file) in [("a", MARKER), ("a", "seg_00001.ts"), ("b", "thesis.txt")] {
             std::fs::create_dir_all(media.of(room)).unwrap();
             std::fs::write(media.of(room).join(file), "x").unwrap();
         }

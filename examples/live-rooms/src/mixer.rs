@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use parking_lot::Mutex;
+use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
@@ -79,6 +80,7 @@ pub async fn run(store: Cluster, args: Args, stop: CancellationToken) -> anyhow:
     let pairs = args.ports.pairs();
     let capacity = args.capacity.unwrap_or(50).min(pairs);
     let beat = heartbeat(args.host.to_string(), capacity);
+    let run = beat.run.clone();
     let mut presence = Presence::start(store.clone(), Kind::Mixer, &args.id, Some(beat));
     tokio::select! {
         joined = presence.joined() => joined?,
@@ -91,6 +93,8 @@ pub async fn run(store: Cluster, args: Args, stop: CancellationToken) -> anyhow:
     let making = Making { ffmpeg, owner: media.owner(), host: args.host, pool, codec: args.codec };
     let mixer = Arc::new(Mixer {
         me: args.id.clone(),
+        run,
+        there: presence.there(),
         store: store.clone(),
         media,
         making,
@@ -114,13 +118,18 @@ pub async fn run(store: Cluster, args: Args, stop: CancellationToken) -> anyhow:
         mixer.drained(&watching, Duration::from_secs(args.drain)).await;
     }
     watching.stop(GRACE).await;
-    mixer.end().await;
+    // What another process of our id says of these rooms is not ours to remove.
+    mixer.end(taken.is_none()).await;
     tokio::join!(presence.leave(), telling.end());
     taken.map_or(Ok(()), |taken| Err(taken.into()))
 }
 
 struct Mixer {
     me: String,
+    /// Tells this process from any other of that id.
+    run: String,
+    /// Whether the id is ours now.
+    there: watch::Receiver<bool>,
     store: Cluster,
     media: Arc<Media>,
     making: Making,
@@ -142,7 +151,13 @@ impl Mixer {
     /// What the key of a room says while a stream takes packets there.
     fn at(&self, room: &str, generation: u64, port: u16) -> MixerAt {
         let ssrc = ssrc(room, generation);
-        MixerAt { mixer_id: self.me.clone(), host: self.making.host, port, ssrc, generation }
+        let (mixer_id, run) = (self.me.clone(), self.run.clone());
+        MixerAt { mixer_id, host: self.making.host, port, ssrc, generation, run }
+    }
+
+    /// Whether it is ours to remove: we said it, or another process of our id that is no more.
+    fn is_ours(&self, at: &MixerAt) -> bool {
+        at.mixer_id == self.me && (at.run == self.run || *self.there.borrow())
     }
 
     fn tell_load(&self) {
@@ -171,8 +186,7 @@ impl Mixer {
 
     /// Removes what we said of a room.
     async fn withdraw(&self, room: &str) -> Result<(), BoxError> {
-        let is_ours = |at: &MixerAt| at.mixer_id == self.me;
-        Ok(withdraw(&self.store, Kind::Mixer, room, is_ours).await?)
+        Ok(withdraw(&self.store, Kind::Mixer, room, |at| self.is_ours(at)).await?)
     }
 
     /// Waits until we have no rooms any more, or nobody can take them.
@@ -191,14 +205,17 @@ impl Mixer {
         }
     }
 
-    /// Ends every stream.
-    async fn end(self: &Arc<Self>) {
+    /// Ends every stream, and removes what we said of it.
+    async fn end(self: &Arc<Self>, removes: bool) {
         let rooms: Vec<String> = self.streams.lock().keys().cloned().collect();
         let mut ending = JoinSet::new();
         for room in rooms {
             let mixer = Arc::clone(self);
             ending.spawn(async move {
                 mixer.end_stream(&room).await;
+                if !removes {
+                    return;
+                }
                 let withdrawn = timeout(Duration::from_secs(3), mixer.withdraw(&room)).await;
                 if !matches!(withdrawn, Ok(Ok(()))) {
                     tracing::warn!(room, "the store does not know that it is no longer mixed here");
@@ -217,10 +234,18 @@ struct Announcer {
 }
 
 impl Announce for Announcer {
+    async fn ready(&self) {
+        let is_there = self.mixer.there.clone().wait_for(|there| *there).await.is_ok();
+        if !is_there {
+            std::future::pending::<()>().await; // another process has our id: we are being ended
+        }
+    }
+
     async fn announce(&self, port: u16) {
         let Self { mixer, room, generation } = self;
         let at = mixer.at(room, *generation, port);
         loop {
+            self.ready().await;
             match publish(&mixer.store, (Kind::Mixer, &mixer.me), room, &at).await {
                 Ok(true) => return tracing::info!(room, port, "takes packets"),
                 // It is no longer ours, and ends soon.
@@ -283,7 +308,7 @@ impl Reconcile for Rooms {
         }
         let had = mixer.end_stream(id).await;
         let said = room.and_then(|room| room.mixer.as_ref());
-        if had || said.is_some_and(|at| at.mixer_id == mixer.me) {
+        if had || said.is_some_and(|at| mixer.is_ours(at)) {
             mixer.withdraw(id).await?;
         }
         if room.is_none_or(Room::is_gone) {
@@ -296,4 +321,72 @@ impl Reconcile for Rooms {
 async fn remove_folder(mixer: &Mixer, room: &str) -> Result<(), BoxError> {
     let (media, room) = (Arc::clone(&mixer.media), room.to_owned());
     Ok(tokio::task::spawn_blocking(move || media.remove(&room)).await??)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::pin::pin;
+
+    use super::*;
+    use crate::demo::Embedded;
+    use crate::model::{LiveMeta, Status, room_key};
+    use crate::store::{get, json};
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn of_two_processes_of_an_id_the_one_that_has_it_says_where_and_the_other_removes_nothing()
+     {
+        let folder = tempfile::tempdir().unwrap();
+        let embedded = Embedded::open(&folder.path().join("store")).await.unwrap();
+        let store: Cluster = embedded.etcd.parse().unwrap();
+        let meta = LiveMeta { status: Status::OnAir, ..LiveMeta::new(None, 0) };
+        let meta = meta.assign(Kind::Mixer, "m1");
+        store.put(room_key("r", "livemeta"), json(&meta)).await.unwrap();
+        let presence = Presence::start(store.clone(), Kind::Mixer, "m1", None);
+        let (has_id, there) = watch::channel(false);
+        let host = Ipv4Addr::LOCALHOST;
+        let making = Making {
+            ffmpeg: "ffmpeg".into(),
+            owner: "test".into(),
+            host,
+            pool: Pool::new(host, "42000-42003".parse().unwrap()),
+            codec: Codec::Aac,
+        };
+        let mixer = Arc::new(Mixer {
+            me: "m1".to_owned(),
+            run: "this".to_owned(),
+            there,
+            store: store.clone(),
+            media: Arc::new(Media::open(&folder.path().join("media"), "m1").unwrap()),
+            making,
+            streams: Mutex::default(),
+            voice: presence.voice(),
+        });
+        let (ours, me) = (mixer.at("r", 1, 42000), (Kind::Mixer, "m1"));
+        let other = MixerAt { run: "other".to_owned(), ..mixer.at("r", 1, 42002) };
+        let said = async || {
+            let said = get::<MixerAt>(&store, &room_key("r", "mixer")).await.unwrap();
+            said.map(|(at, _)| at)
+        };
+
+        // The other one has it.
+        assert!(publish(&store, me, "r", &other).await.unwrap());
+        let announcer = Announcer { mixer: Arc::clone(&mixer), room: "r".into(), generation: 1 };
+        let mut saying = pin!(announcer.announce(42000));
+        assert!(timeout(Duration::from_millis(300), &mut saying).await.is_err());
+        mixer.withdraw("r").await.unwrap();
+        assert_eq!(said().await.as_ref(), Some(&other));
+        // This one has it: what the other one said is no longer true.
+        has_id.send_replace(true);
+        testing::soon("it says where", saying).await;
+        assert_eq!(said().await.as_ref(), Some(&ours));
+        assert!(publish(&store, me, "r", &other).await.unwrap());
+        mixer.withdraw("r").await.unwrap();
+        assert_eq!(said().await, None);
+        // What it said itself it removes in any case.
+        assert!(publish(&store, me, "r", &ours).await.unwrap());
+        has_id.send_replace(false);
+        mixer.withdraw("r").await.unwrap();
+        assert_eq!(said().await, None);
+        embedded.close().await;
+    }
 }

@@ -159,6 +159,9 @@ pub struct MixerAt {
     pub ssrc: u32,
     /// The assignment that it was begun for.
     pub generation: u64,
+    /// Which process of that id it is, as in its [`Heartbeat`].
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub run: String,
 }
 
 /// In which Janus a room is.
@@ -395,6 +398,7 @@ mod tests {
             port: 42000,
             ssrc: 1,
             generation: 1,
+            run: String::new(),
         };
         let on_air = LiveMeta { status: Status::OnAir, ..LiveMeta::new(None, 0) };
         let mut room = Room { meta: Some(on_air.assign(Kind::Mixer, "b")), ..Room::default() };

@@ -1,6 +1,6 @@
 //! The rules of the rooms: who may run them, and when they go. Code without effects.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::model::{Kind, Module, Room, Status};
@@ -33,6 +33,8 @@ pub enum Decision {
     Rest(Option<Duration>),
     /// Modules of these kinds.
     Place(Vec<Kind>),
+    /// Without what dead modules of these kinds said of it, which it no longer needs.
+    Clear(Vec<Kind>),
     /// To be removed, for this reason.
     Remove(&'static str),
     /// Nobody runs anything for it: its keys can go. Those that are kept are of modules that still have to
@@ -87,6 +89,11 @@ pub fn decide(room: &Room, now: u64, modules: &impl Modules, rules: &Rules) -> D
         }
         rest = rest.min(start_left);
     }
+    let is_left = |kind: &Kind| !meta.needs(*kind) && holds(*kind) == Some(false);
+    let left: Vec<Kind> = [Kind::Mixer, Kind::Janus].into_iter().filter(is_left).collect();
+    if !left.is_empty() {
+        return Decision::Clear(left);
+    }
     let lacks = |kind: &Kind| {
         let assigned = meta.assigned(*kind);
         meta.needs(*kind) && !assigned.is_some_and(|id| modules.module(*kind, id).keeps_rooms())
@@ -104,6 +111,37 @@ pub fn loads<'a>(rooms: impl IntoIterator<Item = &'a Room>, kind: Kind) -> BTree
         }
     }
     loads
+}
+
+/// What each room takes of the modules, and which rooms wait: so it is known when there may be a place for them.
+#[derive(Debug, Default)]
+pub struct Places {
+    taken: BTreeMap<String, [Option<String>; 2]>,
+    waiting: BTreeSet<String>,
+}
+
+impl Places {
+    /// A room as it is now, and whether it waits. Whether it gave up a place while others wait.
+    pub fn saw(&mut self, id: &str, room: Option<&Room>, waits: bool) -> bool {
+        let meta = room.and_then(|room| room.meta.as_ref());
+        let now = [Kind::Mixer, Kind::Janus].map(|kind| {
+            let meta = meta.filter(|meta| meta.needs(kind))?;
+            meta.assigned(kind).map(str::to_owned)
+        });
+        let before = if now == [None, None] {
+            self.taken.remove(id)
+        } else {
+            self.taken.insert(id.to_owned(), now.clone())
+        };
+        if waits {
+            self.waiting.insert(id.to_owned());
+        } else {
+            self.waiting.remove(id);
+        }
+        let before = before.unwrap_or_default();
+        let gave_up = before.iter().zip(&now).any(|(was, is)| was.is_some() && was != is);
+        gave_up && self.waiting.iter().any(|other| other != id)
+    }
 }
 
 /// One that lives, is marked ready, is not cordoned and has room: the one with the fewest rooms, and any of
@@ -190,7 +228,7 @@ mod tests {
     #[test]
     fn ties_are_broken_by_chance() {
         let all: Vec<_> = ["a", "b", "c"].map(|id| (id, module(9, READY))).into();
-        let mut seen = std::collections::BTreeSet::new();
+        let mut seen = BTreeSet::new();
         for seed in 0..64 {
             let mut random = fastrand::Rng::with_seed(seed);
             let modules = all.iter().map(|(id, module)| (*id, module));
@@ -229,6 +267,7 @@ mod tests {
             port: 42000,
             ssrc: 1,
             generation: 1,
+            run: String::new(),
         });
         room.janus = janus.map(|id| JanusAt { janus_id: id.into(), room: "r".into() });
         room
@@ -307,6 +346,49 @@ mod tests {
         assert_eq!(decide(&left), Decision::Forget(vec![Kind::Janus]));
         let left = held(Room::default(), Some("m"), Some("j"));
         assert_eq!(decide(&left), Decision::Rest(None));
+    }
+
+    #[test]
+    fn of_a_room_that_is_off_air_what_its_dead_mixer_said_is_removed_alone() {
+        let decide = |room: &Room| decide(room, 0, &World, &Rules::default());
+        for status in [Status::Created, Status::Stopped] {
+            let room = room(status, None, Some("j"));
+            let left = held(room.clone(), Some("dead"), Some("j"));
+            assert_eq!(decide(&left), Decision::Clear(vec![Kind::Mixer]));
+            let lives = held(room, Some("m"), Some("j"));
+            assert!(matches!(decide(&lives), Decision::Rest(Some(_))), "it lets go by itself");
+        }
+        // On air, who gets it says so instead.
+        let on_air = held(room(Status::OnAir, Some("dead"), Some("j")), Some("dead"), Some("j"));
+        assert_eq!(decide(&on_air), Decision::Place(vec![Kind::Mixer]));
+    }
+
+    #[test]
+    fn a_place_that_is_given_up_is_told_of_while_others_wait() {
+        let on_air = |mixer| room(Status::OnAir, Some(mixer), Some("j"));
+        let stopped = room(Status::Stopped, None, Some("j"));
+        let waits = room(Status::OnAir, None, Some("j"));
+        let removing = room(Status::Removing, Some("m"), Some("j"));
+        let mut places = Places::default();
+        for (id, room, waiting, told) in [
+            ("a", Some(on_air("m")), false, false),
+            ("a", Some(stopped.clone()), false, false), // nobody waits
+            ("a", Some(on_air("m")), false, false),
+            ("b", Some(waits), true, false),
+            ("a", Some(on_air("m")), false, false),
+            ("a", Some(stopped), false, true),
+            ("a", Some(on_air("m")), false, false),
+            ("a", Some(on_air("n")), false, true), // it has moved
+            ("a", Some(removing), false, true),
+            ("a", None, false, false),
+            ("c", Some(on_air("m")), false, false),
+            ("c", None, false, true),
+            ("b", None, false, false), // it was the one that waited
+            ("d", Some(on_air("m")), false, false),
+            ("d", None, false, false),
+        ] {
+            assert_eq!(places.saw(id, room.as_ref(), waiting), told, "{id} {room:?}");
+        }
     }
 
     #[test]

@@ -7,8 +7,8 @@
 //!
 //! **What a lost lease means.** The rooms of the module may be given to others, so nothing new is begun that
 //! the store does not confirm. What runs goes on: whether the room is still ours is then known not to us but
-//! to Janus, which sends each room's packets to one mixer only. A stream that is no longer fed stalls and is
-//! stopped; and once the store answers again, what is no longer ours is ended. So when the store is away the
+//! to Janus, which sends each room's packets to one mixer only. A stream that is no longer fed stalls, is
+//! stopped, and is not begun again without a lease; and once the store answers again, what is no longer ours is ended. So when the store is away the
 //! rooms stay on air, and when only this module is cut off no room is mixed twice.
 
 use std::sync::Arc;
@@ -114,6 +114,11 @@ impl Presence {
     /// Returns when another process took the id.
     pub async fn taken(&mut self) -> Taken {
         taken((&mut self.task).await)
+    }
+
+    /// Whether it is there. Says no more when another process took the id.
+    pub fn there(&self) -> watch::Receiver<bool> {
+        self.is_there.clone()
     }
 
     /// What says more.

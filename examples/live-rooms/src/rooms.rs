@@ -24,7 +24,7 @@ use vedetta::runtime::{Next, Reconcile, Watcher, Watching};
 
 use crate::api;
 use crate::model::{Kind, LiveMeta, Module, PLACEMENTS, ROOMS, Room, now, room_key};
-use crate::place::{Decision, Modules, Rules, decide, loads, pick};
+use crate::place::{Decision, Modules, Places, Rules, decide, loads, pick};
 use crate::store::{self, StoreError, get, json, rooms, update};
 
 /// How long the store may take to answer at the start.
@@ -56,8 +56,14 @@ pub async fn run(
     for modules in [&table.mixers, &table.januses] {
         modules.ready(START).await.context("cannot read the modules from the store")?;
     }
-    let keeper =
-        Keeper { store: store.clone(), table: table.clone(), rules, placing: Mutex::default() };
+    let keeper = Keeper {
+        store: store.clone(),
+        table: table.clone(),
+        rules,
+        placing: Mutex::default(),
+        places: parking_lot::Mutex::default(),
+        changed: Arc::clone(&changed),
+    };
     let watcher = Watcher::new(ROOMS)
         .key_types(["livemeta", "mixer", "janus"])
         .parallel(PARALLEL)
@@ -158,15 +164,24 @@ struct Keeper {
     rules: Rules,
     /// One placement at a time: in this process by this, in all by [`PLACEMENTS`].
     placing: Mutex<()>,
+    places: parking_lot::Mutex<Places>,
+    /// Has every room looked at again.
+    changed: Arc<Notify>,
 }
 
 impl Reconcile for Keeper {
     type State = Room;
 
     async fn reconcile(&self, id: &Id, room: Option<&Room>) -> Result<Next, BoxError> {
-        let Some(room) = room else { return Ok(Next::Done) };
         let id = str::from_utf8(id.as_bytes())?;
-        match decide(room, now(), &self.table, &self.rules) {
+        let decided = room.map(|room| decide(room, now(), &self.table, &self.rules));
+        let waits = matches!(decided, Some(Decision::Place(_)));
+        // Before anything is read for it: so what is given up from now on is told.
+        if self.places.lock().saw(id, room, waits) {
+            self.changed.notify_one();
+        }
+        let (Some(room), Some(decided)) = (room, decided) else { return Ok(Next::Done) };
+        match decided {
             Decision::Rest(None) => Ok(Next::Done),
             Decision::Rest(Some(wait)) => Ok(Next::After(wait)),
             // If nobody could take it anyway, everything need not be read.
@@ -186,7 +201,8 @@ impl Reconcile for Keeper {
                 }
                 Ok(Next::Done)
             }
-            Decision::Forget(kinds) => self.forget(id, room, &kinds).await,
+            Decision::Clear(kinds) => self.forget(id, room, &kinds, true).await,
+            Decision::Forget(kinds) => self.forget(id, room, &kinds, false).await,
         }
     }
 }
@@ -224,7 +240,8 @@ impl Keeper {
                         tracing::info!(room = id, %kind, %former, now = %module, "assigned");
                         meta = meta.assign(kind, &module);
                     }
-                    // It waits: every change of a module has all rooms looked at.
+                    // It waits: every change of a module, and every place that is given up, has all rooms
+                    // looked at.
                     None => tracing::warn!(room = id, "no {kind} can take it"),
                 }
             }
@@ -244,13 +261,20 @@ impl Keeper {
         Err(StoreError::Busy(PLACEMENTS.to_owned()).into())
     }
 
-    /// Removes the keys of these kinds, and the livemeta of a room that is to be removed, as they were seen.
-    async fn forget(&self, id: &str, room: &Room, kinds: &[Kind]) -> Result<Next, BoxError> {
+    /// Removes the keys of these kinds, and the livemeta if it does not stay, as they were seen.
+    async fn forget(
+        &self,
+        id: &str,
+        room: &Room,
+        kinds: &[Kind],
+        stays: bool,
+    ) -> Result<Next, BoxError> {
         let key = room_key(id, "livemeta");
         let mut write = Write::new();
         write = match (get::<LiveMeta>(&self.store, &key).await?, &room.meta) {
             (Some((meta, at)), Some(seen)) if meta == *seen => {
-                write.when(key.clone(), Is::At(at)).delete(key)
+                let write = write.when(key.clone(), Is::At(at));
+                if stays { write } else { write.delete(key) }
             }
             (None, None) => write.when(key, Is::Missing),
             _ => return Ok(Next::Done), // it has changed, and this runs again
@@ -264,7 +288,11 @@ impl Keeper {
         if !self.store.write(write).await?.done {
             return Err(store::StoreError::Busy(id.to_owned()).into());
         }
-        tracing::info!(room = id, "gone");
+        if stays {
+            tracing::info!(room = id, ?kinds, "what the dead left is gone");
+        } else {
+            tracing::info!(room = id, "gone");
+        }
         Ok(Next::Done)
     }
 }

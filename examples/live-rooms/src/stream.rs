@@ -3,7 +3,7 @@
 //! ```text
 //! a port ──► FFmpeg ──► told where it listens ──► fed: it gets on ──► …
 //!   ▲          │ ended, or not fed for 5 s: stopped, waited for, its port given back
-//!   └── wait ◄─┘ 0.1 s, 0.2 s … 10 s
+//!   └── wait ◄─┘ 0.1 s, 0.2 s … 10 s, and until it is known to be ours
 //! ```
 //!
 //! Each FFmpeg gets another port than the one before it. FFmpeg ends with code 0 for many reasons, so any end
@@ -40,8 +40,8 @@ const LONGEST: Duration = Duration::from_secs(366 * 24 * 3600);
 pub const VARIABLE: &str = "LIVE_ROOMS_MIXER";
 /// The playlist of a stream, in its folder.
 pub const PLAYLIST: &str = "index.m3u8";
-/// What FFmpeg is told to take, in the same folder; shows that the folder is ours.
-pub const SDP: &str = "room.sdp";
+/// In the same folder: shows that it is ours.
+pub const MARKER: &str = ".live-room";
 
 /// What the sound is made into.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -70,6 +70,9 @@ pub struct Making {
 /// Is told where a stream takes its packets. It tries until it has said so, and is dropped when that is no
 /// longer true.
 pub trait Announce: Send + Sync + 'static {
+    /// Returns when it could be told. Until then no FFmpeg is begun: nobody would send to it.
+    fn ready(&self) -> impl Future<Output = ()> + Send;
+
     /// This is the port.
     fn announce(&self, port: u16) -> impl Future<Output = ()> + Send;
 }
@@ -135,15 +138,25 @@ struct Maker {
 
 impl Maker {
     async fn run(self, announce: impl Announce, stop: CancellationToken) {
+        self.make(&announce, &stop).await;
+        // The folder may be gone.
+        let _ = tokio::fs::remove_file(self.sdp()).await;
+    }
+
+    async fn make(&self, announce: &impl Announce, stop: &CancellationToken) {
         let (backoff, mut failures) = (Backoff::default(), 0);
         while !stop.is_cancelled() {
+            tokio::select! {
+                () = announce.ready() => {}
+                () = stop.cancelled() => return,
+            }
             let begun = Instant::now();
             let taken = tokio::select! {
                 taken = self.making.pool.take() => taken,
                 () = stop.cancelled() => return,
             };
             let ended = match taken {
-                Some(port) => self.once(port, &announce, &stop).await,
+                Some(port) => self.once(port, announce, stop).await,
                 None => Err("no port is free".to_owned()),
             };
             self.port.send_replace(None);
@@ -169,7 +182,7 @@ impl Maker {
         stop: &CancellationToken,
     ) -> Result<(), String> {
         let sdp = sdp(self.making.host, port.number());
-        let prepared = prepare(&self.folder, &sdp).await;
+        let prepared = prepare(&self.folder, self.generation, &self.sdp(), &sdp).await;
         prepared.map_err(|error| format!("{}: {error}", self.folder.display()))?;
         let fed = Fed::new();
         let stalled = Mutex::new(false);
@@ -202,6 +215,12 @@ impl Maker {
         }
     }
 
+    /// What FFmpeg is told to take. Another assignment has another one: who had the room before may not know
+    /// yet that it is no longer theirs.
+    fn sdp(&self) -> PathBuf {
+        self.folder.join(format!("room-{}.sdp", self.generation))
+    }
+
     fn command(&self) -> Command {
         let mut arguments: Vec<OsString> = words(
             "-nostdin -hide_banner -nostats -loglevel warning -progress pipe:1 -stats_period 1 \
@@ -210,7 +229,7 @@ impl Maker {
         );
         arguments.push(self.making.host.to_string().into());
         arguments.push("-i".into());
-        arguments.push(self.folder.join(SDP).into());
+        arguments.push(self.sdp().into());
         arguments.extend(words(match self.making.codec {
             Codec::Aac => {
                 "-af aresample=async=1:min_hard_comp=0.1:first_pts=0 -c:a aac -b:a 96k -ar 48000 -ac 2"
@@ -242,21 +261,39 @@ fn sdp(host: Ipv4Addr, port: u16) -> String {
 }
 
 /// Makes the folder, and removes what the FFmpeg before left half done or would never have removed: segments
-/// that the playlist does not name.
-async fn prepare(folder: &Path, sdp: &str) -> std::io::Result<()> {
+/// that the playlist does not name. What is of a later assignment than ours is not touched: the room has moved,
+/// and somebody else streams it in the same folder.
+async fn prepare(
+    folder: &Path,
+    generation: u64,
+    sdp_path: &Path,
+    sdp: &str,
+) -> std::io::Result<()> {
     tokio::fs::create_dir_all(folder).await?;
+    tokio::fs::write(folder.join(MARKER), "").await?;
     let playlist = tokio::fs::read_to_string(folder.join(PLAYLIST)).await.unwrap_or_default();
     let mut entries = tokio::fs::read_dir(folder).await?;
     while let Some(entry) = entries.next_entry().await? {
         let name = entry.file_name();
         let Some(name) = name.to_str() else { continue };
-        let is_segment = name.starts_with("seg_") && !playlist.lines().any(|line| line == name);
-        let is_draft = Path::new(name).extension().is_some_and(|extension| extension == "tmp");
-        if is_segment || is_draft {
-            tokio::fs::remove_file(entry.path()).await?;
+        let is_old = generation_of(name).is_some_and(|of| of <= generation);
+        if is_old && !playlist.lines().any(|line| line == name) {
+            match tokio::fs::remove_file(entry.path()).await {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+                _ => {} // its FFmpeg may be faster
+            }
         }
     }
-    tokio::fs::write(folder.join(SDP), sdp).await
+    tokio::fs::write(sdp_path, sdp).await
+}
+
+/// The assignment that a file was made for, if it is a segment or an SDP, be it half done.
+fn generation_of(name: &str) -> Option<u64> {
+    let whole = name.strip_suffix(".tmp").unwrap_or(name);
+    let segment = whole.strip_prefix("seg_").and_then(|rest| rest.split_once('_'));
+    let segment = segment.map(|(generation, _)| generation);
+    let sdp = || whole.strip_prefix("room-").and_then(|rest| rest.strip_suffix(".sdp"));
+    segment.or_else(sdp)?.parse().ok()
 }
 
 /// Reads how far FFmpeg is, and what it complains of.
@@ -328,10 +365,14 @@ mod tests {
 
     const HOST: Ipv4Addr = Ipv4Addr::LOCALHOST;
 
-    /// Tells a test the ports.
-    struct Told(watch::Sender<Vec<u16>>);
+    /// Tells a test the ports, while the test lets it.
+    struct Told(watch::Sender<Vec<u16>>, watch::Receiver<bool>);
 
     impl Announce for Told {
+        async fn ready(&self) {
+            self.1.clone().wait_for(|ready| *ready).await.expect("the test goes on");
+        }
+
         async fn announce(&self, port: u16) {
             self.0.send_modify(|ports| ports.push(port));
         }
@@ -342,6 +383,7 @@ mod tests {
         pool: Pool,
         stream: Stream,
         ports: watch::Receiver<Vec<u16>>,
+        ready: watch::Sender<bool>,
         owner: OsString,
     }
 
@@ -354,8 +396,9 @@ mod tests {
         let ffmpeg = find("ffmpeg").unwrap();
         let making = Making { ffmpeg, owner: owner.clone(), host: HOST, pool: pool.clone(), codec };
         let (told, ports) = watch::channel(Vec::new());
-        let stream = Stream::start(making, folder.path().join("a room"), 7, Told(told));
-        Given { folder, pool, stream, ports, owner }
+        let (ready, is_ready) = watch::channel(true);
+        let stream = Stream::start(making, folder.path().join("a room"), 7, Told(told, is_ready));
+        Given { folder, pool, stream, ports, ready, owner }
     }
 
     impl Given {
@@ -473,17 +516,52 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_no_longer_fed_is_begun_again_elsewhere() {
+    async fn what_is_of_a_later_assignment_in_the_same_folder_is_not_touched() {
+        let folder = tempfile::tempdir().unwrap();
+        let kept = ["index.m3u8", "index.m3u8.tmp", "room-8.sdp", "seg_7_00002.ts"];
+        let kept = kept.iter().chain(&["seg_8_00001.ts", "seg_8_00002.ts.tmp", "thesis.txt"]);
+        let old = ["room-6.sdp", "seg_6_00001.ts", "seg_7_00001.ts", "seg_7_00003.ts.tmp"];
+        for name in kept.clone().chain(&old) {
+            std::fs::write(folder.path().join(name), "seg_7_00002.ts\n").unwrap();
+        }
+        let sdp = folder.path().join("room-7.sdp");
+        prepare(folder.path(), 7, &sdp, "ours").await.unwrap();
+        let there = std::fs::read_dir(folder.path()).unwrap().flatten();
+        let mut there: Vec<_> =
+            there.map(|entry| entry.file_name().into_string().unwrap()).collect();
+        there.sort_unstable();
+        let mut wanted: Vec<_> = kept.copied().chain([MARKER, "room-7.sdp"]).collect();
+        wanted.sort_unstable();
+        assert_eq!(there, wanted);
+        assert_eq!(std::fs::read(sdp).unwrap(), b"ours");
+        let of_another = std::fs::read(folder.path().join("room-8.sdp")).unwrap();
+        assert_eq!(of_another, b"seg_7_00002.ts\n");
+    }
+
+    #[tokio::test]
+    async fn what_is_no_longer_fed_is_begun_again_elsewhere_once_that_can_be_told() {
         let mut given = given(Codec::Aac);
         let first = given.port(0).await;
         let tone = send(440, first);
         given.heard(440).await;
+        given.ready.send_replace(false);
         drop(tone);
+        let ended = async {
+            while given.pool.lent() > 0 || is_running(&given.owner) {
+                sleep(Duration::from_millis(50)).await;
+            }
+        };
+        testing::soon("it ends", ended).await;
+        let again = given.ports.wait_for(|ports| ports.len() > 1);
+        let is_again = tokio::time::timeout(Duration::from_secs(1), again).await.is_ok();
+        assert!(!is_again, "it is not known that it should be");
+        given.ready.send_replace(true);
         let second = given.port(1).await;
         assert_ne!(first, second);
         let _tone = send(1000, second);
         given.heard(1000).await;
         testing::soon("the stop", given.stream.stop()).await;
         assert!(!is_running(&given.owner) && given.pool.lent() == 0);
+        assert!(!given.folder.path().join("a room/room-7.sdp").exists());
     }
 }

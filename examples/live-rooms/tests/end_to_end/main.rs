@@ -10,8 +10,8 @@ use live_rooms::model::TTL;
 use rustix::process::Signal;
 use testing::etcd;
 use world::{
-    MANAGER, MARK, MIXERS, Ours, Process, ROOMS, State, World, ask, heard, kill, marked, tail,
-    tell, until,
+    MANAGER, MARK, MIXERS, OTHER_MANAGER, Ours, Process, ROOMS, State, World, ask, heard, kill,
+    marked, tail, tell, until,
 };
 
 const BUSY: &str = "busy";
@@ -96,6 +96,54 @@ async fn rooms_of_a_mixer_that_is_killed_or_cut_off_move_to_another() {
     world.link(other).mend();
     world.recovers("mixer no longer cut off", healed).await;
     assert_eq!((world.mixer_of(BUSY).await, world.mixer_of(QUIET).await), (mixer, mixer));
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn rooms_of_a_mixer_that_is_to_end_move_first_and_it_leaves_nothing() {
+    let mut world = two_rooms(State::Ours(Ours::start().await), 2).await;
+    let mixer = world.mixer_of(BUSY).await;
+    let asked = SystemTime::now();
+    world.terminate(mixer).await;
+    let left = format!("/mixers/{mixer}/heartbeat");
+    assert!(!world.heartbeats().await.contains(&left), "it does not wait for its lease");
+    assert_ne!(world.mixer_of(BUSY).await, mixer);
+    world.recovers("mixer asked to end (SIGTERM)", asked).await;
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn rooms_go_to_another_manager_of_their_janus_and_from_a_dead_janus_to_another() {
+    let mut world = two_rooms(State::Ours(Ours::start().await), 1).await;
+    // Another manager of the same Janus makes the rooms its own, and then is content.
+    world.kill(MANAGER);
+    let killed = SystemTime::now();
+    world.spawn(OTHER_MANAGER);
+    world.ready(OTHER_MANAGER).await;
+    let all_are_of = async |world: &World, manager: &str| {
+        until("they are all its", async || {
+            let rooms = world.bridge().rooms().await.map_err(|error| error.to_string())?;
+            let is_its = |room: &live_rooms::bridge::Bridged| {
+                room.description == format!("live-rooms {manager}")
+            };
+            let are_its = rooms.len() == 2 && rooms.iter().all(is_its);
+            if are_its { Ok(()) } else { Err(format!("{rooms:?}")) }
+        })
+        .await;
+    };
+    all_are_of(&world, OTHER_MANAGER).await;
+    world.recovers("manager of Janus killed, and another one there", killed).await;
+    // It looks at Janus at least once while this is said.
+    world.heard(BUSY, &[440], &[2500], SystemTime::now()).await;
+    let log = world.log(OTHER_MANAGER);
+    assert!(!log.contains("looking at every room"), "{log}");
+
+    let killed = SystemTime::now();
+    world.another_janus().await;
+    world.spawn(MANAGER);
+    world.ready(MANAGER).await;
+    all_are_of(&world, MANAGER).await;
+    world.recovers("Janus dead, and another one there", killed).await;
     world.end().await;
 }
 

@@ -36,6 +36,8 @@ const PORTS: u16 = 16;
 /// The modules. The first mixer is the first to be started.
 pub(crate) const MIXERS: [&str; 2] = ["m1", "m2"];
 pub(crate) const MANAGER: &str = "j1";
+/// Is not started by itself.
+pub(crate) const OTHER_MANAGER: &str = "j2";
 pub(crate) const ROOMS: &str = "rooms";
 
 /// Where the state is.
@@ -85,7 +87,8 @@ pub(crate) struct World {
     pub(crate) state: State,
     pub(crate) janus: Janus,
     cluster: Cluster,
-    bridge: Bridge,
+    /// Where the rooms are.
+    bridge: Arc<Mutex<Bridge>>,
     /// Of each process, its way to the store.
     links: BTreeMap<&'static str, Proxy>,
     processes: BTreeMap<&'static str, Process>,
@@ -107,16 +110,17 @@ impl World {
         let mark = folder.path().to_string_lossy().into_owned();
         let janus = Janus::start(&[(MARK, &mark)]).await;
         let bridge = Bridge::new(&janus.admin(), ADMIN_SECRET, ADMIN_KEY);
+        let bridge = Arc::new(Mutex::new(bridge));
         let (cluster, mut links) = (state.cluster(), BTreeMap::new());
         if let State::Ours(ours) = &state {
-            for name in MIXERS.into_iter().chain([MANAGER, ROOMS]) {
+            for name in MIXERS.into_iter().chain([MANAGER, OTHER_MANAGER, ROOMS]) {
                 links.insert(name, Proxy::to(ours.address).await);
             }
         }
         let tones = Arc::default();
         let files = folder.path().join("tones");
         std::fs::create_dir(&files).unwrap();
-        let playing = tokio::spawn(play(bridge.clone(), files, Arc::clone(&tones)));
+        let playing = tokio::spawn(play(Arc::clone(&bridge), files, Arc::clone(&tones)));
         let mut world = Self {
             state,
             janus,
@@ -151,14 +155,17 @@ impl World {
         };
         let (kind, arguments) = match name {
             ROOMS => ("rooms", vec!["--listen".to_owned(), self.listen()]),
-            MANAGER => {
-                ("janus", words(&["--id", MANAGER, "--admin", &self.janus.admin(), "--ready"]))
+            MANAGER | OTHER_MANAGER => {
+                ("janus", words(&["--id", name, "--admin", &self.janus.admin(), "--ready"]))
             }
             mixer => {
                 let first = self.ports[usize::from(mixer == MIXERS[1])];
                 let (ports, media) = (format!("{first}-{}", first + PORTS - 1), self.media());
                 let media = media.to_string_lossy().into_owned();
-                ("mixer", words(&["--id", mixer, "--ports", &ports, "--media", &media, "--ready"]))
+                let mut arguments = words(&["--id", mixer, "--ports", &ports, "--media", &media]);
+                // Busy or not, it goes when its rooms are elsewhere.
+                arguments.extend(words(&["--drain", "60", "--ready"]));
+                ("mixer", arguments)
             }
         };
         command.args([kind, "--store", &url]).args(arguments);
@@ -185,6 +192,43 @@ impl World {
     /// Ends a process at once (SIGKILL).
     pub(crate) fn kill(&mut self, name: &str) {
         self.processes.remove(name).expect("it runs").kill();
+    }
+
+    /// Asks a process to end (SIGTERM), and sees that it does in good order.
+    pub(crate) async fn terminate(&mut self, name: &str) {
+        let process = self.processes.remove(name).expect("it runs");
+        process.signal(Signal::TERM);
+        let status = tokio::task::spawn_blocking(move || process.wait()).await.unwrap();
+        assert!(status.success(), "{name}: {status}\n{}", self.logs());
+    }
+
+    /// Ends Janus for good, and has another one.
+    pub(crate) async fn another_janus(&mut self) {
+        self.janus.kill();
+        self.janus = Janus::start(&[(MARK, &self.mark)]).await;
+        let bridge = Bridge::new(&self.janus.admin(), ADMIN_SECRET, ADMIN_KEY);
+        *self.bridge.lock().unwrap() = bridge;
+    }
+
+    /// The Janus in which the rooms are.
+    pub(crate) fn bridge(&self) -> Bridge {
+        self.bridge.lock().unwrap().clone()
+    }
+
+    /// All that a process has said in its log.
+    pub(crate) fn log(&self, name: &str) -> String {
+        std::fs::read_to_string(self.folder.path().join(format!("{name}.log"))).unwrap_or_default()
+    }
+
+    /// The signs of life of modules.
+    pub(crate) async fn heartbeats(&self) -> Vec<String> {
+        let mut all = Vec::new();
+        for prefix in ["/januses/", "/mixers/"] {
+            let page = self.cluster.list(KeyRange::prefix(prefix), None).await.unwrap();
+            let keys = page.entries.iter().map(|it| String::from_utf8_lossy(&it.key).into_owned());
+            all.extend(keys.filter(|key| key.ends_with("/heartbeat")));
+        }
+        all
     }
 
     /// The link of a process to the store.
@@ -305,7 +349,8 @@ impl World {
             let is_same = there == rooms;
             if is_same { Ok(()) } else { Err(format!("{what}: {there:?}, not {rooms:?}")) }
         };
-        let in_janus = self.bridge.rooms().await.map_err(|error| error.to_string())?;
+        let bridge = self.bridge();
+        let in_janus = bridge.rooms().await.map_err(|error| error.to_string())?;
         same("rooms in Janus", &in_janus.into_iter().map(|room| room.room).collect())?;
         let folders = std::fs::read_dir(self.media()).into_iter().flatten().flatten();
         let folders = folders.filter(|entry| entry.path().is_dir());
@@ -329,7 +374,7 @@ impl World {
         let mut ports = BTreeSet::new();
         for room in rooms {
             let at = &keys[&format!("/rooms/{room}/mixer")];
-            let there = self.bridge.forwarders(room).await.map_err(|error| error.to_string())?;
+            let there = bridge.forwarders(room).await.map_err(|error| error.to_string())?;
             let fits = |it: &live_rooms::bridge::Forwarder| {
                 json!(it.port) == at["port"] && json!(it.ssrc) == at["ssrc"]
             };
@@ -382,16 +427,12 @@ impl World {
         })
         .await;
         assert_eq!(bound(&self.ports), BTreeSet::new());
-        let heartbeats = async |prefix: &'static str| {
-            let page = self.cluster.list(KeyRange::prefix(prefix), None).await.unwrap();
-            page.entries.iter().filter(|entry| entry.key.ends_with(b"/heartbeat")).count()
-        };
-        assert_eq!(heartbeats("/mixers/").await + heartbeats("/januses/").await, 0);
+        assert_eq!(self.heartbeats().await, Vec::<String>::new());
     }
 
     /// The last that every process said.
     fn logs(&self) -> String {
-        let names = MIXERS.into_iter().chain([MANAGER, ROOMS]);
+        let names = MIXERS.into_iter().chain([MANAGER, OTHER_MANAGER, ROOMS]);
         let log = |name: &str| {
             format!("--- {name}\n{}", tail(&self.folder.path().join(format!("{name}.log"))))
         };
@@ -497,10 +538,14 @@ pub(crate) async fn ask(method: &str, uri: &str, body: Option<Value>) -> (u16, V
 }
 
 /// Plays to every room what is to be played there, again when the room is new.
-async fn play(bridge: Bridge, folder: PathBuf, tones: Arc<Mutex<BTreeMap<String, u32>>>) {
+async fn play(
+    bridge: Arc<Mutex<Bridge>>,
+    folder: PathBuf,
+    tones: Arc<Mutex<BTreeMap<String, u32>>>,
+) {
     let mut files = BTreeMap::new();
     loop {
-        let now = tones.lock().unwrap().clone();
+        let (now, bridge) = (tones.lock().unwrap().clone(), bridge.lock().unwrap().clone());
         for (room, hz) in now {
             let file = files.entry(hz).or_insert_with(|| sound::tone(&folder, hz));
             // The room may not be there yet, or not any more.

@@ -101,6 +101,44 @@ async fn rooms_leave_a_module_that_is_drained_or_dead_and_keep_one_that_is_cordo
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_room_that_waits_gets_the_place_that_another_gives_up() {
+    let world = World::start(&["rooms-1", "rooms-2"], &[]).await;
+    world.module(Kind::Janus, "j1", 100).await;
+    world.module(Kind::Mixer, "m1", 1).await;
+    let on_m1 = async |id: &str| {
+        until("it is on m1", async || {
+            let room = world.room(0, id).await;
+            if room["mixerId"] == "m1" { Ok(()) } else { Err(room.to_string()) }
+        })
+        .await;
+    };
+    world.open(0, "a").await.expect("a room");
+    on_m1("a").await;
+    for (process, next, before, method, how) in
+        [(0, "b", "a", "DELETE", ""), (1, "c", "b", "POST", "/stop")]
+    {
+        world.open(process, next).await.expect("a room");
+        until("it waits", async || {
+            let room = world.room(0, next).await;
+            let waits = room["janusId"] == "j1" && room["mixerId"].is_null();
+            if waits { Ok(()) } else { Err(room.to_string()) }
+        })
+        .await;
+        world.ask(0, method, &format!("/rooms/{before}{how}"), None).await;
+        on_m1(next).await;
+    }
+    // The one that was stopped keeps nothing of a mixer that is dead.
+    let at = r#"{"mixerId":"dead","host":"127.0.0.1","port":42000,"ssrc":1,"generation":2}"#;
+    world.store.put("/rooms/b/mixer", at).await.unwrap();
+    until("only what it should be is left", async || {
+        let keys = world.keys("/rooms/b/").await;
+        if keys == ["/rooms/b/livemeta"] { Ok(()) } else { Err(format!("{keys:?}")) }
+    })
+    .await;
+    assert_eq!(world.room(0, "b").await["status"], "stopped");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn rooms_whose_time_is_over_go_and_those_that_nobody_lets_go_of_too() {
     let times = ["--start-within", "2", "--max-age", "6", "--remove-within", "3"];
     let world = World::start(&["rooms-1", "rooms-2"], &times).await;
