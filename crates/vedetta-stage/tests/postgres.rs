@@ -487,11 +487,11 @@ async fn a_batch_in_one_statement_repeats_only_what_somebody_changed_meanwhile()
         changes.fetch_add(1, Ordering::Relaxed);
         order.marks.push("ours".into());
     };
-    let (changed, ()) = tokio::join!(batched.update_all(&ids, change), async {
+    let (updated, ()) = tokio::join!(batched.update_all(&ids, change), async {
         somebody_waits(&neighbour).await;
         theirs.commit().await.unwrap();
     });
-    assert_eq!(changed.unwrap().len(), 3);
+    assert_eq!(updated.unwrap().len(), 3);
     assert_eq!(changes.load(Ordering::Relaxed), 4, "only order 2 was changed once more");
     for (id, version, marks) in [(1, 2, "ours"), (2, 3, "theirs ours"), (3, 2, "ours")] {
         let order = world.get(id).await;
