@@ -126,7 +126,8 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
             let jobs = streams.get(queue).map(|stream| Arc::clone(stream) as Arc<dyn Jobs>);
             let jobs = jobs.unwrap_or_else(|| Arc::clone(&ledger) as _);
             let working = traced(worker, exporter.as_ref()).start(jobs)?;
-            let crew = Crew::new(working.name().to_owned(), Arc::clone(&control) as _, vec![working]);
+            let crew =
+                Crew::new(working.name().to_owned(), Arc::clone(&control) as _, vec![working]);
             workers.spawn(crew.run(workers_stop.clone(), config.shutdown.grace));
         }
     }
@@ -137,11 +138,8 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
     serving.spawn(etcd::serve(etcd_listener, endpoint, stop.clone()));
     let revision = store.status().revision;
     tracing::info!(%http, %etcd, data = %data.display(), %revision, "serving");
-    say(&format!(
-        "page   {}/\netcd   {scheme}://{etcd}\ndata   {}\nready\n",
-        own.url,
-        data.display()
-    ));
+    let (page, data) = (&own.url, data.display());
+    say(&format!("page   {page}/\netcd   {scheme}://{etcd}\ndata   {data}\nready\n"));
 
     tokio::select! {
         () = signals.next() => {}

@@ -181,7 +181,7 @@ async fn main() -> anyhow::Result<()> {
         }
         Some(Command::Show) => shop.show().await?,
         command => {
-            let (place, journal, stays) = match command {
+            let (count, journal, stays) = match command {
                 Some(Command::Work { place, journal }) => (place, journal, true),
                 _ => (20, None, false),
             };
@@ -191,7 +191,7 @@ async fn main() -> anyhow::Result<()> {
                 spread: Duration::from_millis(args.spread),
                 journal: Journal::open(journal.as_deref()).context("cannot open the journal")?,
             };
-            shop.place(place).await?;
+            shop.place(count).await?;
             work(&shop, api, args.http, &pace, stays).await?;
         }
     }
