@@ -31,8 +31,7 @@ Runs per second, from the start of a process's workers until a queue that was fi
   updating   each run saves its entity, and the system stage asks about it once more
 
 Milliseconds until the work starts, when nothing else is to do, p50 and p99; from the call, and from its return:
-  update   a change of an entity, through the system stage, to the stage; without the random delay
-  spread   the same with the delay of up to 10 ms that keeps stages apart
+  update   a change of an entity, through the system stage, to the only stage that wants it
   enqueue  a record put directly into the stage's queue; of graphile-worker: a job added
 
 Backlog: untouched runs per second, alone and beside a million records that are not due.
@@ -155,10 +154,8 @@ impl Bench {
         let rows = [
             ("graphile-worker, add", Side::Graphile, What::Enqueue, false),
             ("PostgreSQL, update", Side::Postgres, What::Update, true),
-            ("PostgreSQL, spread", Side::Postgres, What::UpdateSpread, false),
             ("PostgreSQL, enqueue", Side::Postgres, What::Enqueue, false),
             ("SQLite, update", Side::Sqlite, What::Update, true),
-            ("SQLite, spread", Side::Sqlite, What::UpdateSpread, false),
             ("SQLite, enqueue", Side::Sqlite, What::Enqueue, false),
         ];
         let each = rows.map(|(_, side, what, _)| (side, what, args.samples, 0));

@@ -62,8 +62,6 @@ pub(super) enum What {
     Updating,
     /// From an update to the start.
     Update,
-    /// The same with the delays that keep stages apart.
-    UpdateSpread,
     /// From an enqueue to the start.
     Enqueue,
     /// Runs that take their time, in one of several processes, until it is ended.
@@ -239,15 +237,10 @@ async fn start<B: Database>(
     db: B,
 ) -> anyhow::Result<(Processing, mpsc::UnboundedReceiver<(u64, Instant)>)> {
     let (tell, starts) = mpsc::unbounded_channel();
-    let tell =
-        matches!(args.what, What::Update | What::UpdateSpread | What::Enqueue).then_some(tell);
+    let tell = matches!(args.what, What::Update | What::Enqueue).then_some(tell);
     let updates = args.what == What::Updating;
     let work = Work { updates, parallel: args.parallel, tell, takes: Duration::ZERO };
-    let mut processor = Processor::new(db).stage(work);
-    if args.what != What::UpdateSpread {
-        processor = processor.spread(Duration::ZERO);
-    }
-    Ok((processor.start().await?, starts))
+    Ok((Processor::new(db).stage(work).start().await?, starts))
 }
 
 struct Work {

@@ -13,7 +13,7 @@ use serde_json::Value;
 type Edges = BTreeMap<String, BTreeSet<String>>;
 
 /// They test and measure the others and are in no product: they may use what they like.
-const TOOLS: [&str; 5] = ["bench", "orders", "testing", "torture", "transcode"];
+const TOOLS: [&str; 6] = ["bench", "live-rooms", "orders", "testing", "torture", "transcode"];
 
 /// Features that plant faults for the tests, and must never be in the program.
 const TEST_ONLY_FEATURES: [&str; 1] = ["torture"];
