@@ -7,6 +7,7 @@
 //! hold keys in.
 
 mod authority;
+mod calls;
 mod guard;
 mod serve;
 mod source;
