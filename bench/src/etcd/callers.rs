@@ -150,9 +150,9 @@ impl Callers {
             self.out.put_slice(&[0x83, 0x86]); // a POST, over plain HTTP
             let authority = self.authority.clone();
             self.field(":authority", 1, &authority);
+            self.field(":path", 4, method);
             self.field("content-type", 31, "application/grpc");
             self.field("te", 0, "trailers");
-            self.field(":path", 4, method);
             let length = self.out.len() - at - HEAD;
             self.out[at..at + 3].copy_from_slice(&(length as u32).to_be_bytes()[1..]);
             frame(&mut self.out, DATA, END, stream, message.len());
