@@ -216,11 +216,11 @@ impl Db {
         let size = Arc::new(AtomicU64::new(0));
         let ballast = parent(&options.file).join("ballast");
         let space = Space::new(ballast, options.ballast, options.torture.look_again);
-        let wal =
-            WalKeeper::start(checkpoints, options.torture.checkpoint_step).map_err(unreadable)?;
+        let (wal, checkpoints) = WalKeeper::new(checkpoints, options.torture.checkpoint_step);
         wal.observe(&mut connection).map_err(sql)?;
         let file = File::new(connection, space, wal, options.synchronous());
-        let writer = Writer::new(inbox, file, Arc::clone(&size), options);
+        let writer = Writer::new(inbox, file, checkpoints, Arc::clone(&size), options)
+            .map_err(unreadable)?;
         let thread = std::thread::Builder::new()
             .name("vedetta-writer".into())
             .spawn(move || writer.run())

@@ -24,6 +24,7 @@ use std::ops::Deref;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
 
 use parking_lot::{Mutex, MutexGuard, RwLock};
 use rusqlite::{Connection, ErrorCode};
@@ -33,7 +34,7 @@ use crate::failpoint;
 use crate::log::UNSYNCED;
 use crate::open::{FILE_VERSION, Options};
 use crate::space::Space;
-use crate::wal::{WalKeeper, is_failed_fsync};
+use crate::wal::{Checkpoints, WalKeeper, is_failed_fsync};
 
 /// Commits after which the file's size is looked at again, under load.
 const MEASURE_EVERY: u32 = 64;
@@ -249,7 +250,9 @@ where
 /// What the two threads share.
 pub(crate) struct Writer {
     desk: Mutex<Desk>,
-    file: Mutex<File>,
+    file: Arc<Mutex<File>>,
+    /// The thread that moves the log into the file.
+    checkpoints: JoinHandle<()>,
     /// Who has it publishes. Taken before the file is let go, so that batches are published in order.
     publishing: Mutex<()>,
     mirrors: RwLock<Vec<Box<dyn Mirror>>>,
@@ -547,16 +550,20 @@ impl Drop for HaltOnPanic<'_> {
 }
 
 impl Writer {
+    /// Starts the thread that moves the log.
     pub(crate) fn new(
         inbox: mpsc::Receiver<Message>,
         file: File,
+        checkpoints: Checkpoints,
         size: Arc<AtomicU64>,
         options: &Options,
-    ) -> Self {
+    ) -> std::io::Result<Self> {
         let broken = file.wal.broken();
+        let file = Arc::new(Mutex::new(file));
         let writer = Self {
             desk: Mutex::new(Desk { inbox, waiting: VecDeque::new(), received: Vec::new() }),
-            file: Mutex::new(file),
+            checkpoints: checkpoints.start(Arc::downgrade(&file))?,
+            file,
             publishing: Mutex::new(()),
             mirrors: RwLock::default(),
             losses: AtomicU64::new(0),
@@ -570,7 +577,7 @@ impl Writer {
             share_lazily: options.torture.share_lazily,
         };
         writer.measure(&mut writer.file.lock());
-        writer
+        Ok(writer)
     }
 
     /// Writes until told to close; what is queued by then is still written.
@@ -583,8 +590,10 @@ impl Writer {
             self.take_turns();
         });
         self.sync(&mut self.file.lock());
-        let File { connection, wal, halted, .. } = self.file.into_inner();
-        wal.finish(&connection, halted);
+        self.file.lock().wal.stop();
+        let _ = self.checkpoints.join();
+        let File { connection, wal, halted, .. } = &*self.file.lock();
+        wal.finish(connection, *halted);
     }
 
     /// Makes the last lazy writes durable. The last checkpoint may not: it leaves out what somebody reads.
@@ -672,9 +681,8 @@ impl Writer {
         if batch.purpose() == Purpose::Reclaim {
             self.measure(&mut file);
         }
-        let File { wal, connection, since_measured, .. } = &mut *file;
-        wal.committed(connection);
-        *since_measured += 1;
+        file.wal.committed();
+        file.since_measured += 1;
         let publishing = self.publishing.lock();
         drop(file);
         mirrors.iter().for_each(|mirror| mirror.publish());
