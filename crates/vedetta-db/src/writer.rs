@@ -9,6 +9,9 @@
 //!  other        └ run n+1 ········┴ commit n+1 ──────┴─────────────┘ publish n+1, answer
 //! ```
 //!
+//! With a few writes at a time there is nothing to gain from that: then one thread keeps the desk, and no time is
+//! lost with waking the other.
+//!
 //! A thread takes the desk (the queue) and runs the closures of a batch; then it takes the file (the only
 //! writing connection), leaves the desk to the other one, commits, lets go of it, publishes, and answers. So the closures
 //! of a batch run while the batch before it is on its way to the disk, and see what that one prepared. A closure
@@ -38,6 +41,10 @@ use crate::wal::{Checkpoints, WalKeeper, is_failed_fsync};
 
 /// Commits after which the file's size is looked at again, under load.
 const MEASURE_EVERY: u32 = 64;
+
+/// So many writes are run in no time: what comes while they are committed may wait for its turn, and the other
+/// thread need not be woken for it.
+const FEW: usize = 4;
 
 /// What a write does to the disk, which decides whether it may run when the disk is full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -610,8 +617,9 @@ impl Writer {
 
     fn take_turns(&self) {
         let _guard = HaltOnPanic(self);
+        let mut kept = None;
         loop {
-            let mut desk = self.desk.lock();
+            let mut desk = kept.take().unwrap_or_else(|| self.desk.lock());
             if !desk.receive(self.batch_limit, &self.idle) {
                 return;
             }
@@ -622,13 +630,13 @@ impl Writer {
                     self.mirrors.write().push(mirror);
                 }
             } else {
-                self.write(desk);
+                kept = self.write(desk);
             }
         }
     }
 
-    /// One batch: run, commit, publish, answer.
-    fn write(&self, mut desk: MutexGuard<'_, Desk>) {
+    /// One batch: run, commit, publish, answer. The desk comes back if it was not left to the other thread.
+    fn write<'w>(&'w self, mut desk: MutexGuard<'w, Desk>) -> Option<MutexGuard<'w, Desk>> {
         let mirrors = self.mirrors.read();
         let mirrors = &**mirrors;
         let mut batch = Batch::default();
@@ -646,11 +654,13 @@ impl Writer {
         let mut file = turn.keep();
         if batch.units.is_empty() {
             // Those that failed were told so at once.
-            return roll_back(&file.connection);
+            roll_back(&file.connection);
+            return Some(desk);
         }
         if let Some(error) = batch.broke.take() {
             let lost = self.classify(&mut file, error, batch.purpose());
-            return self.lose(file, mirrors, batch, lost);
+            self.lose(file, mirrors, batch, lost);
+            return None;
         }
         if losses != self.losses.load(Ordering::Acquire)
             && let Some(lost) = file.lost.clone()
@@ -658,23 +668,26 @@ impl Writer {
             if matches!(lost, CommitError::Full) && batch.purpose() == Purpose::Reclaim {
                 file.space.ran_out(true);
             }
-            return self.lose(file, mirrors, batch, lost);
+            self.lose(file, mirrors, batch, lost);
+            return None;
         }
         if batch.kept == 0 {
             roll_back(&file.connection);
             // What was refused may rest on the batch before: its caller must be able to see that.
             let publishing = self.publishing.lock();
             drop((publishing, file));
-            return batch.answer(&Ok(()));
+            batch.answer(&Ok(()));
+            return Some(desk);
         }
         let rows = mirrors.iter().map(|mirror| mirror.seal()).collect();
-        drop(desk);
+        let desk = (batch.units.len() <= FEW).then_some(desk);
         if self.answer_early {
             std::mem::take(&mut batch).answer(&Ok(()));
         }
         if let Err(error) = file.commit(durability, rows) {
             let lost = self.classify(&mut file, error, batch.purpose());
-            return self.lose(file, mirrors, batch, lost);
+            self.lose(file, mirrors, batch, lost);
+            return None;
         }
         failpoint("db.committed");
         // Who freed room is told when it counts as free; others need not wait for the measuring.
@@ -691,9 +704,18 @@ impl Writer {
         batch.answer(&Ok(()));
         if let Some(mut file) = self.file.try_lock()
             && file.since_measured > 0
-            && (file.since_measured >= MEASURE_EVERY || self.idle.load(Ordering::Relaxed))
+            && (file.since_measured >= MEASURE_EVERY || self.is_idle(desk.as_deref()))
         {
             self.measure(&mut file);
+        }
+        desk
+    }
+
+    /// Whether nothing is queued, as far as whoever has the desk knows.
+    fn is_idle(&self, desk: Option<&Desk>) -> bool {
+        match desk {
+            Some(desk) => desk.waiting.is_empty() && desk.inbox.is_empty(),
+            None => self.idle.load(Ordering::Relaxed),
         }
     }
 
