@@ -170,7 +170,7 @@ fn a_port_held_by_another_program_is_broken() {
 }
 
 /// Answers every request as an etcd does that is asked for its version.
-fn answer_as_etcd(listener: TcpListener) {
+fn answer_as_etcd(listener: &TcpListener) {
     for stream in listener.incoming().map_while(Result::ok) {
         let body = r#"{"etcdserver":"3.4.23","etcdcluster":"3.4.0"}"#;
         let head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close";
@@ -189,7 +189,7 @@ fn an_etcd_on_our_port_is_not_taken_for_ours() {
     let server = Server::start(folder.path());
     let etcd = TcpListener::bind("127.0.0.1:0").unwrap();
     let theirs = etcd.local_addr().unwrap().to_string();
-    std::thread::spawn(move || answer_as_etcd(etcd));
+    std::thread::spawn(move || answer_as_etcd(&etcd));
     let ours = server.etcd.strip_prefix("http://").unwrap().to_owned();
     let doctor = |folder: &Path, etcd: &str| {
         run(folder, &["doctor", "--http", "127.0.0.1:0", "--etcd", etcd])
