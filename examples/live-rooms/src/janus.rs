@@ -450,8 +450,11 @@ mod tests {
             .start(store, Rooms(Arc::new(manager)));
         let one_is_left = async {
             loop {
-                let (is_late, there) = (late.lock().is_done, late.lock().forwarders.len());
-                if is_late && there == 1 {
+                let is_so = {
+                    let late = late.lock();
+                    late.is_done && late.forwarders.len() == 1
+                };
+                if is_so {
                     return;
                 }
                 sleep(Duration::from_millis(20)).await;
