@@ -503,7 +503,7 @@ impl<R: Registry> Task<R> {
             }
             Heard::Opened(Ok((feed, revision))) => {
                 let another = revision < self.follow.seen();
-                let turn = self.follow.opened(revision, now, chance);
+                let turn = self.follow.opened(revision, feed.owed(), now, chance);
                 if another {
                     tracing::warn!(me = self.picture.me, "another store: joining again");
                     self.begin_anew();
@@ -532,7 +532,7 @@ impl<R: Registry> Task<R> {
             }
         };
         match turn {
-            Turn::Going | Turn::Open => {}
+            Turn::Going | Turn::CatchingUp | Turn::Open => {}
             Turn::Again => self.listing.clear(),
             Turn::Listed(revision) => {
                 let listing = std::mem::take(&mut self.listing);
