@@ -133,7 +133,9 @@ impl Sweep {
                     // Before it begins: who comes later may have a mark that it does not see.
                     let waiting = self.waiting.lock().as_mut().map(std::mem::take);
                     self.sweep_logged();
-                    waiting.into_iter().flatten().for_each(|done| drop(done.send(())));
+                    waiting.into_iter().flatten().for_each(|done| {
+                        let _ = done.send(());
+                    });
                 }
                 Err(RecvTimeoutError::Timeout) => {}
                 Ok(Order::Close) | Err(RecvTimeoutError::Disconnected) => break,
