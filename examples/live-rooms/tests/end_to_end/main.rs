@@ -89,7 +89,6 @@ async fn what_is_said_in_a_room_is_in_its_stream_whatever_happens_to_ffmpeg_and_
         .await;
     };
     is_in_janus(&world).await;
-    let looks = world.count(MANAGER, "Janus may have been restarted");
     let killed = SystemTime::now();
     world.janus.start_again().await;
     let begun = SystemTime::now();
@@ -97,7 +96,6 @@ async fn what_is_said_in_a_room_is_in_its_stream_whatever_happens_to_ffmpeg_and_
     let back = begun.elapsed().unwrap();
     tell("Janus restarted", "a room that nobody streams was there again", begun);
     assert!(back < Duration::from_secs(10), "{back:?}");
-    assert!(world.count(MANAGER, "Janus may have been restarted") > looks);
     assert_eq!(world.ask("DELETE", "/rooms/waiting", None).await.0, 202);
     world.recovers("Janus restarted", killed, SOON).await;
 
