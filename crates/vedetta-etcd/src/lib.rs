@@ -8,6 +8,7 @@
 
 mod authority;
 mod guard;
+mod health;
 mod serve;
 mod source;
 mod tell;

@@ -95,7 +95,8 @@ impl Endpoint {
     /// Serves `store`.
     pub fn new(store: Store) -> Self {
         let (name, url) = ("vedetta".into(), String::new());
-        Self { store, name, url, limits: Limits::default(), tls: None }
+        // A client that is told to come back holds nothing here; one that waits does, and there is no end to them.
+        Self { store: store.impatient(), name, url, limits: Limits::default(), tls: None }
     }
 
     /// The same under another name; the ids that clients see come from it.
