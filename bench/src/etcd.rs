@@ -4,6 +4,7 @@
 //! cores are full with 8 clients; ours spends what an empty gRPC server does, plus one hop to the writer
 //! and its share of an fsync.
 
+mod callers;
 mod calls;
 mod client;
 mod leases;

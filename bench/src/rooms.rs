@@ -25,17 +25,21 @@ const SOON: Duration = Duration::from_secs(120);
 const LOOK: Duration = Duration::from_millis(20);
 /// Open files that a process may have more of: connections that wait to be used again.
 const IDLE: usize = 10;
+/// Megabytes that a process may have grown by in the second half of the churn: what an allocator keeps for later.
+const GROWTH: u64 = 16;
 /// In the environment of all that is started here.
 const MARK: &str = "VEDETTA_BENCH_ROOMS";
 
 pub(crate) const FIGURES: &str = "\
 Figures:
   first segment  from the request that creates a room until the first segment is in its playlist, p50, p99 and the last
-  CPU            in per cent of a core while all rooms are on air: of Janus, of all FFmpegs, of the services (rooms, janus,
-                 mixer), and of the store
-  churn          rooms removed and others created, one after the other finished, as many at once as said; then the first segment again
-  drift          processes, RTP ports, rooms in Janus and keys when all rooms are gone, before and after; must be the same. Open
-                 files may be up to 10 more, connections that wait to be used again. And the memory of each
+  CPU            in per cent of a core while all rooms are on air, before the churn and after it: of Janus, of all FFmpegs, of the
+                 services (rooms, janus, mixer), and of the store
+  churn          rooms removed and others created, one after the other finished, as many at once as said; the first segment again, in
+                 the first half of it and in the second
+  drift          processes, RTP ports, rooms in Janus, folders of streams and keys when all rooms are gone, before and after; must be the
+                 same. Open files may be up to 10 more, connections that wait to be used again. And the memory of each: before
+                 the first room, in the middle of the churn and at its end, with all rooms on air, when it may be 16 MB more
 
 A real Janus, a real FFmpeg for each room, and every service a process of its own, on a `vedetta up`. Build them before with
 `cargo build --release -p vedetta-cli -p live-rooms`.";
@@ -60,7 +64,7 @@ pub(crate) struct Args {
     /// Where the programs are [default: beside this one]
     #[arg(long)]
     programs: Option<PathBuf>,
-    /// Fail when anything is left at the end.
+    /// Fail when anything is left at the end, or when a process has grown in the second half of the churn.
     #[arg(long)]
     check: bool,
 }
@@ -88,18 +92,16 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         begun.elapsed().as_secs_f64()
     );
 
-    let used = world.cpu();
-    tokio::time::sleep(Duration::from_secs(args.seconds)).await;
-    for (name, after) in world.cpu() {
-        let took = after.saturating_sub(used.get(name).copied().unwrap_or_default());
-        #[expect(clippy::cast_precision_loss, reason = "a figure for people")]
-        let share = took.as_secs_f64() / args.seconds as f64 * 100.0;
-        println!("CPU of {name:<11}{share:>5.1} %");
-    }
+    let fresh = world.cpu_at_rest(args.seconds).await;
 
-    let (begun, mut again) = (Instant::now(), Vec::new());
+    let (begun, mut halves) = (Instant::now(), [Vec::new(), Vec::new()]);
     let mut open: Vec<String> = names;
-    for round in 0..args.churn.div_ceil(args.at_once.max(1)) {
+    let (rounds, mut midway) = (args.churn.div_ceil(args.at_once.max(1)), world.memory()?);
+    for round in 0..rounds {
+        let half = usize::from(round >= rounds / 2);
+        if round == rounds / 2 {
+            midway = world.memory()?;
+        }
         let gone: Vec<String> = (0..args.at_once.min(open.len()))
             .map(|_| open.swap_remove(fastrand::usize(..open.len())))
             .collect();
@@ -107,26 +109,45 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
             world.close(room).await?;
         }
         let new: Vec<String> = (0..gone.len()).map(|n| format!("churn-{round}-{n}")).collect();
-        again.extend(world.open_all(&new, new.len()).await?);
+        halves[half].extend(world.open_all(&new, new.len()).await?);
         open.extend(new);
     }
-    let lasted = begun.elapsed().as_secs_f64();
-    println!("churn of {:<9}{}, in {lasted:.0} s", again.len(), told(&mut again));
+    let (lasted, count) = (begun.elapsed().as_secs_f64(), halves[0].len() + halves[1].len());
+    let [first, second] = &mut halves;
+    println!("churn of {count:<9}in {lasted:.0} s\n  first half      {}", told(first));
+    println!("  second half     {}", told(second));
+    let grown = world.memory()?;
+    let worn = world.cpu_at_rest(args.seconds).await;
+    for (name, share) in fresh {
+        let then = worn.get(name).copied().unwrap_or_default();
+        println!("CPU of {name:<11}{share:>5.1} %, after the churn {then:.1} %");
+    }
     for room in &open {
         world.close(room).await?;
     }
     world.until_empty().await?;
     let after = world.until_as(&before).await?;
     println!("left before       {before}\nleft after        {after}");
-    for (name, (before, after)) in before.memory.iter().map(|(n, b)| (n, (*b, after.memory[n]))) {
-        println!("memory of {name:<8}{before:>5} MB, then {after} MB");
+    let mut growing = Vec::new();
+    for (name, at_first) in &before.memory {
+        let [midway, grown] = [&midway, &grown].map(|at| at.get(name).copied().unwrap_or_default());
+        println!(
+            "memory of {name:<8}{at_first:>5} MB, {midway} MB midway, {grown} MB after the churn"
+        );
+        if grown > midway + GROWTH {
+            growing.push(*name);
+        }
     }
     world.end();
     anyhow::ensure!(!args.check || after.is_as(&before), "something is left over");
+    anyhow::ensure!(!args.check || growing.is_empty(), "these grow: {growing:?}");
     Ok(())
 }
 
 fn told(times: &mut [Duration]) -> String {
+    if times.is_empty() {
+        return "none".to_owned();
+    }
     let [p50, p99, last] = [0.5, 0.99, 1.0].map(|share| quantile(times, share).as_secs_f64());
     format!("p50 {p50:.2} s, p99 {p99:.2} s, last {last:.2} s")
 }
@@ -137,6 +158,7 @@ struct Left {
     processes: usize,
     ports: usize,
     in_janus: usize,
+    folders: usize,
     keys: usize,
     files: BTreeMap<&'static str, usize>,
     /// Megabytes; not compared.
@@ -146,7 +168,8 @@ struct Left {
 impl Left {
     /// Whether nothing has grown since.
     fn is_as(&self, before: &Self) -> bool {
-        let all = |left: &Self| (left.processes, left.ports, left.in_janus, left.keys);
+        let all =
+            |left: &Self| (left.processes, left.ports, left.in_janus, left.folders, left.keys);
         let fits = |(name, now): (&&str, &usize)| {
             *now <= before.files.get(name).map_or(0, |then| then + IDLE)
         };
@@ -156,10 +179,10 @@ impl Left {
 
 impl std::fmt::Display for Left {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { processes, ports, in_janus, keys, files, .. } = self;
+        let Self { processes, ports, in_janus, folders, keys, files, .. } = self;
         write!(
             f,
-            "{processes} processes, {ports} RTP ports, {in_janus} rooms in Janus, {keys} keys, open files {files:?}"
+            "{processes} processes, {ports} RTP ports, {in_janus} rooms in Janus, {folders} folders, {keys} keys, open files {files:?}"
         )
     }
 }
@@ -307,7 +330,8 @@ impl World {
         until("no rooms", async || {
             let left = self.left().await?;
             let rooms = self.store.list(KeyRange::prefix("/rooms/"), None).await?.entries.len();
-            Ok((left.ports + left.in_janus + rooms == 0).then_some(()))
+            let there = left.ports + left.in_janus + left.folders + rooms;
+            Ok((there == 0).then_some(()))
         })
         .await
     }
@@ -331,23 +355,45 @@ impl World {
             u16::from_str_radix(address.split_once(':')?.1, 16).ok()
         };
         let is_ours = |port: &u16| (self.ports.0..=self.ports.1).contains(port);
-        let (mut files, mut memory) = (BTreeMap::new(), BTreeMap::new());
+        let mut files = BTreeMap::new();
         for (name, pid) in self.pids() {
             files.insert(name, std::fs::read_dir(format!("/proc/{pid}/fd"))?.count());
+        }
+        let folders = std::fs::read_dir(self.media())?.flatten();
+        Ok(Left {
+            folders: folders.filter(|entry| entry.path().is_dir()).count(),
+            processes: marked(&self.mark).len(),
+            ports: table.lines().skip(1).filter_map(port).filter(is_ours).count(),
+            in_janus: self.janus.rooms().await.len(),
+            keys: self.store.list(KeyRange::all(), None).await?.entries.len(),
+            files,
+            memory: self.memory()?,
+        })
+    }
+
+    /// Megabytes of each process.
+    fn memory(&self) -> anyhow::Result<BTreeMap<&'static str, u64>> {
+        let mut memory = BTreeMap::new();
+        for (name, pid) in self.pids() {
             let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
             let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
             let kilobytes =
                 resident.and_then(|rest| rest.split_whitespace().next()?.parse::<u64>().ok());
             memory.insert(name, kilobytes.unwrap_or(0) / 1024);
         }
-        Ok(Left {
-            processes: marked(&self.mark).len(),
-            ports: table.lines().skip(1).filter_map(port).filter(is_ours).count(),
-            in_janus: self.janus.rooms().await.len(),
-            keys: self.store.list(KeyRange::all(), None).await?.entries.len(),
-            files,
-            memory,
-        })
+        Ok(memory)
+    }
+
+    /// The share of a core that each takes while nothing comes or goes, in per cent.
+    async fn cpu_at_rest(&self, seconds: u64) -> BTreeMap<&'static str, f64> {
+        let (used, begun) = (self.cpu(), Instant::now());
+        tokio::time::sleep(Duration::from_secs(seconds)).await;
+        let lasted = begun.elapsed().as_secs_f64();
+        let share = |(name, after): (&'static str, Duration)| {
+            let took = after.saturating_sub(used.get(name).copied().unwrap_or_default());
+            (name, took.as_secs_f64() / lasted * 100.0)
+        };
+        self.cpu().into_iter().map(share).collect()
     }
 
     fn pids(&self) -> BTreeMap<&'static str, u32> {

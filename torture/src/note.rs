@@ -73,6 +73,9 @@ pub enum What {
         deletes: Vec<String>,
         /// The lease of the puts, or 0.
         lease: i64,
+        /// Worked out on the writer thread, as the v2 API does: keys are made anew, and deletes are told even when
+        /// there was nothing to delete.
+        anew: bool,
     },
     /// A lease.
     Grant {
@@ -80,6 +83,13 @@ pub enum What {
         lease: i64,
         /// How long.
         ttl_ms: u64,
+        /// When it was asked for, by the wall clock.
+        at_ms: u64,
+    },
+    /// More time for a lease.
+    Renew {
+        /// Its number.
+        lease: i64,
         /// When it was asked for, by the wall clock.
         at_ms: u64,
     },
@@ -181,10 +191,12 @@ fn one_line(text: &str) -> String {
 impl fmt::Display for What {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Write { puts, deletes, lease } => {
-                write!(f, "w +{} -{} {lease}", puts.join(","), deletes.join(","))
+            Self::Write { puts, deletes, lease, anew } => {
+                let how = if *anew { 'u' } else { 'w' };
+                write!(f, "{how} +{} -{} {lease}", puts.join(","), deletes.join(","))
             }
             Self::Grant { lease, ttl_ms, at_ms } => write!(f, "g {lease} {ttl_ms} {at_ms}"),
+            Self::Renew { lease, at_ms } => write!(f, "k {lease} {at_ms}"),
             Self::Revoke { lease } => write!(f, "r {lease}"),
             Self::Compact { revision } => write!(f, "c {revision}"),
         }
@@ -248,16 +260,20 @@ fn parse(words: &[&str]) -> Option<Note> {
 fn parse_what(words: &[&str]) -> Option<What> {
     let keys = |list: &str| list.split(',').filter(|k| !k.is_empty()).map(String::from).collect();
     Some(match *words {
-        ["w", puts, deletes, lease] => What::Write {
+        [how @ ("w" | "u"), puts, deletes, lease] => What::Write {
             puts: keys(puts.strip_prefix('+')?),
             deletes: keys(deletes.strip_prefix('-')?),
             lease: lease.parse().ok()?,
+            anew: how == "u",
         },
         ["g", lease, ttl_ms, at_ms] => What::Grant {
             lease: lease.parse().ok()?,
             ttl_ms: ttl_ms.parse().ok()?,
             at_ms: at_ms.parse().ok()?,
         },
+        ["k", lease, at_ms] => {
+            What::Renew { lease: lease.parse().ok()?, at_ms: at_ms.parse().ok()? }
+        }
         ["r", lease] => What::Revoke { lease: lease.parse().ok()? },
         ["c", revision] => What::Compact { revision: revision.parse().ok()? },
         _ => return None,
@@ -289,12 +305,18 @@ mod tests {
         let notes = [
             Note::Tried {
                 id: 7,
-                what: What::Write { puts: keys(&["a", "b"]), deletes: keys(&["c"]), lease: 3 },
+                what: What::Write {
+                    puts: keys(&["a", "b"]),
+                    deletes: keys(&["c"]),
+                    lease: 3,
+                    anew: false,
+                },
             },
             Note::Tried {
                 id: 8,
-                what: What::Write { puts: vec![], deletes: keys(&["c"]), lease: 0 },
+                what: What::Write { puts: vec![], deletes: keys(&["c"]), lease: 0, anew: true },
             },
+            Note::Tried { id: 12, what: What::Renew { lease: 1, at_ms: 6 } },
             Note::Tried { id: 9, what: What::Grant { lease: 1, ttl_ms: 20, at_ms: 5 } },
             Note::Tried { id: 10, what: What::Revoke { lease: 1 } },
             Note::Tried { id: 11, what: What::Compact { revision: 4 } },

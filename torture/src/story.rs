@@ -28,6 +28,8 @@ pub struct Story {
     /// Whole revisions, as watchers saw them or a check read them.
     known: BTreeMap<u64, Vec<Ev>>,
     tracks: Vec<Track>,
+    /// When the last renewal of a lease was asked for that was acknowledged.
+    renewed: BTreeMap<i64, u64>,
     /// The highest revision that somebody was told of.
     highest: u64,
     /// What was wrong before any check.
@@ -91,6 +93,7 @@ impl Default for Story {
             done: BTreeMap::new(),
             known: BTreeMap::new(),
             tracks: vec![track; WATCHED.len()],
+            renewed: BTreeMap::new(),
             highest: Revision::FRESH.0,
             wrong: Vec::new(),
         }
@@ -145,6 +148,10 @@ impl Story {
         };
         done.outcome = Outcome::Done(revision);
         self.highest = self.highest.max(revision);
+        if let What::Renew { lease, at_ms } = done.what {
+            let last = self.renewed.entry(lease).or_default();
+            *last = at_ms.max(*last);
+        }
         if matches!(done.what, What::Write { .. })
             && let Some(other) = self.done.insert(revision, id)
             && other != id
@@ -175,17 +182,19 @@ impl Story {
     }
 
     fn too_early(&self, event: &Ev, at_ms: u64) -> Option<String> {
-        let What::Grant { ttl_ms, at_ms: tried, .. } = self.grant_of(&event.key)?.what else {
+        let What::Grant { lease, ttl_ms, at_ms: tried } = self.grant_of(&event.key)?.what else {
             return None;
         };
+        let tried = self.renewed.get(&lease).copied().unwrap_or_default().max(tried);
         // The clock of the note has whole milliseconds.
         (at_ms + 1 < tried + ttl_ms)
             .then(|| format!("{} expired {} ms early", event.key, tried + ttl_ms - at_ms))
     }
 
-    /// The lease a key like `l/LEASE/n` was put with.
+    /// The lease a key like `l/LEASE/n` was put with, or that of the directory `t/LEASE/` that it is below.
     fn grant_of(&self, key: &str) -> Option<&Try> {
-        let lease: u64 = key.strip_prefix("l/")?.split('/').next()?.parse().ok()?;
+        let leased = key.strip_prefix("l/").or_else(|| key.strip_prefix("t/"))?;
+        let lease: u64 = leased.split('/').next()?.parse().ok()?;
         self.tries.get(&lease).filter(|t| matches!(t.what, What::Grant { .. }))
     }
 
@@ -242,7 +251,7 @@ impl Story {
             std::iter::repeat_with(|| fastrand::u64(base..=current)).take(4).collect();
         samples.insert(current);
         for (&revision, events) in history.range(base + 1..) {
-            replay(&mut state, revision, events);
+            self.replay(&mut state, revision, events);
             if samples.contains(&revision) && read_at(store, revision).await? != state {
                 wrong.push(format!("a read at {revision} is not what the history makes of it"));
             }
@@ -276,13 +285,14 @@ impl Story {
                 _ => cannot_be("deletes what nobody deleted"),
             },
             [Some(id)] => {
-                let Some(Try { what: What::Write { puts: keys, deletes, lease }, .. }) =
+                let Some(Try { what: What::Write { puts: keys, deletes, lease, anew }, .. }) =
                     self.tries.get(id)
                 else {
                     return cannot_be("was never tried");
                 };
                 let attempt = &self.tries[id];
                 let found: BTreeSet<_> = puts().map(|event| &event.key).collect();
+                let is_gone = |key: &String| gone().any(|event| event.key == *key);
                 let leased =
                     |event: &&Ev| matches!(event.now, Now::Put { lease: l, .. } if l == *lease);
                 match attempt.outcome {
@@ -300,6 +310,9 @@ impl Story {
                     _ if !puts().all(|event| leased(&event)) => cannot_be("has the wrong lease"),
                     _ if gone().any(|event| !deletes.contains(&event.key)) => {
                         cannot_be("deletes more than was tried")
+                    }
+                    _ if *anew && !deletes.iter().all(is_gone) => {
+                        cannot_be("does not tell of a delete")
                     }
                     _ => None,
                 }
@@ -325,7 +338,10 @@ impl Story {
             What::Write { puts, deletes, .. } => {
                 puts.is_empty() && deletes.contains(&event.key) && in_time(t)
             }
-            What::Revoke { lease } => event.key.starts_with(&format!("l/{lease}/")) && in_time(t),
+            What::Revoke { lease } => {
+                let of_it = |kind| event.key.starts_with(&format!("{kind}/{lease}/"));
+                (of_it("l") || of_it("t")) && in_time(t)
+            }
             _ => false,
         })
     }
@@ -361,7 +377,7 @@ impl Story {
             }
         };
         for (&revision, &id) in self.done.range(..=base) {
-            if let Some(Try { what: What::Write { puts, deletes, lease }, .. }) =
+            if let Some(Try { what: What::Write { puts, deletes, lease, .. }, .. }) =
                 self.tries.get(&id)
             {
                 let put = Now::Put { id: Some(id), lease: *lease };
@@ -447,7 +463,13 @@ impl Story {
             }
         }
         let granted = |lease: i64| self.tries.get(&lease.cast_unsigned());
+        let trees: BTreeSet<i64> = self.tries.values().filter_map(Try::tree).collect();
         for id in store.leases() {
+            // Both were made by one update.
+            if trees.contains(&id.get()) && store.lease(id).is_some_and(|info| info.keys.is_empty())
+            {
+                wrong.push(format!("lease {} is there without its directory", id.get()));
+            }
             match granted(id.get()) {
                 Some(Try { what: What::Grant { .. }, outcome, .. })
                     if *outcome != Outcome::Refused => {}
@@ -470,6 +492,7 @@ impl Story {
                         wrong.push(format!("lease {id} is gone"));
                         continue;
                     };
+                    let at_ms = self.renewed.get(&lease).copied().unwrap_or_default().max(at_ms);
                     let left = u64::try_from(info.remaining.as_millis()).unwrap_or(u64::MAX);
                     let at_least = ttl_ms.saturating_sub(now.saturating_sub(at_ms) + 1);
                     if left < at_least {
@@ -494,6 +517,27 @@ impl Story {
         }
     }
 
+    /// What a revision makes of a state.
+    fn replay(&self, state: &mut State, revision: u64, events: &[Ev]) {
+        let anew = |id: Option<u64>| {
+            let found = id.and_then(|id| self.tries.get(&id));
+            found.is_some_and(|t| matches!(t.what, What::Write { anew: true, .. }))
+        };
+        for event in events {
+            match event.now {
+                Now::Gone { .. } => drop(state.remove(&event.key)),
+                Now::Put { id, lease } => {
+                    let before = state.get(&event.key).filter(|_| !anew(id));
+                    let (created, version) =
+                        before.map_or((revision, 0), |before| (before.created, before.version));
+                    let version = version + 1;
+                    let now = Replayed { id, created, modified: revision, version, lease };
+                    state.insert(event.key.clone(), now);
+                }
+            }
+        }
+    }
+
     /// Whatever had no answer has happened by now, or never will.
     fn settle(&mut self, current: u64, history: &BTreeMap<u64, Vec<Ev>>) {
         self.highest = self.highest.max(current);
@@ -510,6 +554,16 @@ impl Story {
         }
         for open in self.tries.values_mut().filter(|t| t.outcome == Outcome::Unknown) {
             open.not_after.get_or_insert(current);
+        }
+    }
+}
+
+impl Try {
+    /// The lease of the directory that it makes.
+    fn tree(&self) -> Option<i64> {
+        match self.what {
+            What::Write { lease, anew: true, .. } if lease != 0 => Some(lease),
+            _ => None,
         }
     }
 }
@@ -570,19 +624,4 @@ async fn read_at(store: &Store, revision: u64) -> Result<State, String> {
     let ranged = ranged.map_err(|error| format!("cannot read at {revision}: {error}"))?;
     let keys = ranged.keys.iter();
     Ok(keys.map(|key| (String::from_utf8_lossy(key.key()).into_owned(), key.into())).collect())
-}
-
-fn replay(state: &mut State, revision: u64, events: &[Ev]) {
-    for event in events {
-        match event.now {
-            Now::Gone { .. } => drop(state.remove(&event.key)),
-            Now::Put { id, lease } => {
-                let before = state.get(&event.key);
-                let (created, version) =
-                    before.map_or((revision, 0), |before| (before.created, before.version));
-                let now = Replayed { id, created, modified: revision, version: version + 1, lease };
-                state.insert(event.key.clone(), now);
-            }
-        }
-    }
 }

@@ -14,7 +14,8 @@
 //! for lack of space.
 //!
 //! An *operation* is a call which changes a file: a write, a sync, a truncate, a delete, or an open
-//! that creates. They count from 1. Reads, locks and nameless temporary files are none.
+//! that creates. They count from 1. Locks and nameless temporary files are none. Reads of named files are counted
+//! apart, and fail on request apart ([`Disk::fail_read_at`]): they change nothing, so they are no moments to cut the power at.
 //!
 //! What the disk promises its users is what a real one does, and no more:
 //!
@@ -34,9 +35,10 @@ mod record;
 #[expect(unsafe_code, reason = "SQLite calls a VFS through C pointers")]
 mod shim;
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::{fmt, fs};
 
 use parking_lot::Mutex;
@@ -120,9 +122,29 @@ impl Disk {
         self.device().state.lock().armed = Some(Armed { operation, fault, times });
     }
 
-    /// Takes back [`Disk::fail_at`]; operations succeed again.
+    /// Takes back [`Disk::fail_at`] and [`Disk::fail_read_at`]; all succeeds again.
     pub fn heal(&self) {
         self.device().state.lock().armed = None;
+        self.device().reads.fail_from.store(u64::MAX, Ordering::Relaxed);
+    }
+
+    /// How many reads were asked for so far.
+    pub fn reads(&self) -> u64 {
+        self.device().reads.asked.load(Ordering::Relaxed)
+    }
+
+    /// Lets the read number `read`, counted from 1, go wrong with `SQLITE_IOERR_READ`, or all from there on. Replaces an
+    /// earlier fault of reads; [`Disk::heal`] takes it back, too.
+    pub fn fail_read_at(&self, read: u64, times: Times) {
+        let reads = &self.device().reads;
+        let last = if times == Times::Once { read } else { u64::MAX };
+        reads.fail_to.store(last, Ordering::Relaxed);
+        reads.fail_from.store(read, Ordering::Relaxed);
+    }
+
+    /// The names of the threads that wrote to the database itself, and not to its log, since this was last asked.
+    pub fn take_writers(&self) -> BTreeSet<String> {
+        std::mem::take(&mut *self.device().writers.lock())
     }
 
     /// Holds all files together to `bytes`. A write that would need more fails with `SQLITE_FULL` and
@@ -173,7 +195,27 @@ type Code = std::ffi::c_int;
 struct Device {
     /// Outside of the lock, so that reads need not wait for a write.
     crashed: AtomicBool,
+    reads: Reads,
+    /// See [`Disk::take_writers`].
+    writers: Mutex<BTreeSet<String>>,
     state: Mutex<State>,
+}
+
+/// Outside of the lock, too.
+struct Reads {
+    asked: AtomicU64,
+    /// The first and the last that fail.
+    fail_from: AtomicU64,
+    fail_to: AtomicU64,
+}
+
+impl Reads {
+    /// One more is asked for: whether it is to fail.
+    fn fails(&self) -> bool {
+        let number = self.asked.fetch_add(1, Ordering::Relaxed) + 1;
+        (self.fail_from.load(Ordering::Relaxed)..=self.fail_to.load(Ordering::Relaxed))
+            .contains(&number)
+    }
 }
 
 struct State {
@@ -206,7 +248,16 @@ impl Device {
             lying: false,
             rng: fastrand::Rng::with_seed(seed),
         };
-        Self { crashed: AtomicBool::new(false), state: Mutex::new(state) }
+        let never = || AtomicU64::new(u64::MAX);
+        let reads = Reads { asked: AtomicU64::new(0), fail_from: never(), fail_to: never() };
+        let (crashed, writers) = (AtomicBool::new(false), Mutex::default());
+        Self { crashed, reads, writers, state: Mutex::new(state) }
+    }
+
+    /// Somebody writes to the database itself.
+    fn note_writer(&self) {
+        let name = std::thread::current().name().unwrap_or("nameless").to_owned();
+        self.writers.lock().insert(name);
     }
 
     fn crashed(&self) -> bool {

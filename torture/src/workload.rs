@@ -8,8 +8,8 @@ use tokio::task::JoinSet;
 use vedetta_core::{KeyRange, Revision};
 use vedetta_db::CommitError;
 use vedetta_kv::{
-    Compare, CompareOp, CompareTarget, Delete, KvError, LeaseId, Op, Put, Store, Txn, WatchError,
-    WatchOptions,
+    Compare, CompareOp, CompareTarget, Delete, KvError, LeaseId, Op, Purpose, Put, Range, Store,
+    Txn, Update, WatchError, WatchOptions, Write,
 };
 
 use crate::note::{Note, What, now_ms, value};
@@ -56,6 +56,8 @@ struct Writer {
     failing: Failing,
     /// Leases it granted.
     leases: Vec<i64>,
+    /// Leases of directories it made.
+    trees: Vec<i64>,
 }
 
 /// The database is of no more use.
@@ -84,6 +86,7 @@ impl Workload {
                 short_leases: self.short_leases,
                 failing: self.failing,
                 leases: Vec::new(),
+                trees: Vec::new(),
             };
             let steps = self.writes;
             tasks.spawn(async move {
@@ -103,13 +106,19 @@ impl Workload {
 impl Writer {
     async fn step(&mut self) -> Result<(), Over> {
         match self.rng.u8(..100) {
-            0..40 => self.put().await,
-            40..62 => self.txn().await,
-            62..68 => self.compare_and_put().await,
-            68..80 => self.delete().await,
-            80..86 => self.grant().await,
-            86..94 => self.put_leased().await,
-            94..97 => self.revoke().await,
+            0..30 => self.put().await,
+            30..48 => self.txn().await,
+            48..54 => self.compare_and_put().await,
+            54..63 => self.delete().await,
+            63..68 => self.grant().await,
+            68..75 => self.put_leased().await,
+            75..79 => self.renew().await,
+            79..82 => self.revoke().await,
+            82..87 => self.update().await,
+            87..90 => self.make_directory().await,
+            90..93 => self.put_below().await,
+            93..94 => self.release().await,
+            94..97 => self.read_the_past().await,
             _ => self.compact().await,
         }
     }
@@ -126,28 +135,44 @@ impl Writer {
 
     /// Notes the answer: the revision of what was done, `None` for "nothing to do".
     fn answered(&self, id: u64, answer: Result<Option<Revision>, KvError>) -> Result<(), Over> {
-        let (note, lost) = match answer {
-            Ok(Some(Revision(revision))) => (Note::Done { id, revision }, false),
-            Ok(None) => (Note::Refused { id, why: String::new() }, false),
-            Err(error) => {
-                let lost = matches!(error, KvError::Lost(_));
-                let why = crate::bed::explain(&error);
-                match error {
-                    KvError::Lost(CommitError::Failed(_)) => (Note::Failed { id, why }, lost),
-                    _ => (Note::Refused { id, why }, lost),
+        self.answered_to(&[id], answer)
+    }
+
+    /// The same for tries that are one for the store.
+    fn answered_to(
+        &self,
+        ids: &[u64],
+        answer: Result<Option<Revision>, KvError>,
+    ) -> Result<(), Over> {
+        let lost = matches!(answer, Err(KvError::Lost(_)));
+        for &id in ids {
+            let note = match &answer {
+                Ok(Some(Revision(revision))) => Note::Done { id, revision: *revision },
+                Ok(None) => Note::Refused { id, why: String::new() },
+                Err(error) => {
+                    let why = crate::bed::explain(error);
+                    match error {
+                        KvError::Lost(CommitError::Failed(_)) => Note::Failed { id, why },
+                        _ => Note::Refused { id, why },
+                    }
                 }
+            };
+            if lost && self.failing == Failing::Wrong {
+                (self.notes)(Note::Trouble(format!("a write was lost: {note}")));
             }
-        };
-        if lost && self.failing == Failing::Wrong {
-            (self.notes)(Note::Trouble(format!("a write was lost: {note}")));
+            (self.notes)(note);
         }
-        (self.notes)(note);
         if lost && self.failing != Failing::Endured { Err(Over) } else { Ok(()) }
     }
 
     async fn put(&mut self) -> Result<(), Over> {
         let key = self.key();
-        let id = self.tried(What::Write { puts: vec![key.clone()], deletes: vec![], lease: 0 });
+        let id = self.tried(What::Write {
+            puts: vec![key.clone()],
+            deletes: vec![],
+            lease: 0,
+            anew: false,
+        });
         let answer = self.store.put(Put::new(key, value(id))).await;
         self.answered(id, answer.map(|done| Some(done.revision)))
     }
@@ -159,7 +184,12 @@ impl Writer {
         let mut keys: Vec<_> =
             numbers.iter().take(self.rng.usize(2..8)).map(|n| format!("k/{n:02}")).collect();
         let deletes = if self.rng.bool() { keys.pop().into_iter().collect() } else { vec![] };
-        let id = self.tried(What::Write { puts: keys.clone(), deletes: deletes.clone(), lease: 0 });
+        let id = self.tried(What::Write {
+            puts: keys.clone(),
+            deletes: deletes.clone(),
+            lease: 0,
+            anew: false,
+        });
         let value = value(id);
         let mut then: Vec<Op> =
             keys.into_iter().map(|key| Op::Put(Put::new(key, value.clone()))).collect();
@@ -176,7 +206,7 @@ impl Writer {
     async fn compare_and_put(&mut self) -> Result<(), Over> {
         let (key, other) = (self.key(), format!("c/{}", self.rng.u8(..4)));
         let puts = vec![key.clone(), other.clone()];
-        let id = self.tried(What::Write { puts, deletes: vec![], lease: 0 });
+        let id = self.tried(What::Write { puts, deletes: vec![], lease: 0, anew: false });
         let when = vec![Compare {
             range: KeyRange::One(key.clone().into()),
             op: CompareOp::Equal,
@@ -190,20 +220,30 @@ impl Writer {
 
     async fn delete(&mut self) -> Result<(), Over> {
         let key = self.key();
-        let id = self.tried(What::Write { puts: vec![], deletes: vec![key.clone()], lease: 0 });
+        let id = self.tried(What::Write {
+            puts: vec![],
+            deletes: vec![key.clone()],
+            lease: 0,
+            anew: false,
+        });
         let delete = Delete { range: KeyRange::One(key.into()), previous: false };
         let answer = self.store.delete(delete).await;
         self.answered(id, answer.map(|done| (done.count > 0).then_some(done.revision)))
     }
 
-    async fn grant(&mut self) -> Result<(), Over> {
+    /// A lease to be granted. It has the number of its try.
+    fn new_lease(&mut self) -> (u64, i64, Duration) {
         let short = self.short_leases && self.rng.bool();
         let ttl = if short { Duration::from_millis(self.rng.u64(5..60)) } else { LONG };
-        // The lease has the number of its try.
         let id = self.ids.fetch_add(1, Ordering::Relaxed);
         let lease = id.cast_signed();
         let ttl_ms = u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX);
         (self.notes)(Note::Tried { id, what: What::Grant { lease, ttl_ms, at_ms: now_ms() } });
+        (id, lease, ttl)
+    }
+
+    async fn grant(&mut self) -> Result<(), Over> {
+        let (id, lease, ttl) = self.new_lease();
         let answer = self.store.grant(LeaseId::new(lease), ttl).await;
         if answer.is_ok() {
             self.leases.push(lease);
@@ -217,7 +257,8 @@ impl Writer {
         let Some(named) = LeaseId::new(lease) else { return Ok(()) };
         let puts: Vec<_> =
             (0..self.rng.u8(1..4)).map(|number| format!("l/{lease}/{number}")).collect();
-        let id = self.tried(What::Write { puts: puts.clone(), deletes: vec![], lease });
+        let id =
+            self.tried(What::Write { puts: puts.clone(), deletes: vec![], lease, anew: false });
         let value = value(id);
         let put = |key| Op::Put(Put::new(key, value.clone()).lease(named));
         let txn = Txn { then: puts.into_iter().map(put).collect(), ..Txn::default() };
@@ -225,12 +266,138 @@ impl Writer {
         self.answered(id, answer.map(|done| Some(done.revision)))
     }
 
+    async fn renew(&mut self) -> Result<(), Over> {
+        let leases: Vec<i64> = self.leases.iter().chain(&self.trees).copied().collect();
+        let Some(&lease) = self.rng.choice(&leases) else { return self.grant().await };
+        let Some(named) = LeaseId::new(lease) else { return Ok(()) };
+        let id = self.tried(What::Renew { lease, at_ms: now_ms() });
+        let answer = self.store.keep_alive(named).await;
+        let revision = Revision::FRESH; // renewing makes none
+        self.answered(id, answer.map(|_| Some(revision)))
+    }
+
+    /// What the v2 API does: looks and writes in one step, on the writer thread. `false` is "nothing to do".
+    async fn run_update(
+        &self,
+        work: impl FnOnce(&mut Update<'_>) -> Result<bool, KvError> + Send + 'static,
+    ) -> Result<Option<Revision>, KvError> {
+        let work = |update: &mut Update<'_>| Ok(work(update)?.then(|| update.revision()));
+        self.store.update(Purpose::Store, work).await
+    }
+
+    /// Some keys are made anew, another goes, if it is there or not.
+    async fn update(&mut self) -> Result<(), Over> {
+        let mut numbers: Vec<u8> = (0..24).collect();
+        self.rng.shuffle(&mut numbers);
+        let mut puts: Vec<_> =
+            numbers.iter().take(self.rng.usize(2..5)).map(|n| format!("k/{n:02}")).collect();
+        let gone = puts.pop().filter(|_| self.rng.bool());
+        let deletes: Vec<String> = gone.into_iter().collect();
+        let what =
+            What::Write { puts: puts.clone(), deletes: deletes.clone(), lease: 0, anew: true };
+        let id = self.tried(what);
+        let answer = self.run_update(move |update| {
+            for key in puts {
+                update.put(key, value(id), Write { anew: true, tag: 3, ..Write::default() })?;
+            }
+            for key in deletes {
+                update.delete(key, 4)?;
+            }
+            Ok(true)
+        });
+        let answer = answer.await;
+        self.answered(id, answer)
+    }
+
+    /// A directory and the lease that it and all below it go with.
+    async fn make_directory(&mut self) -> Result<(), Over> {
+        let (granted, lease, ttl) = self.new_lease();
+        let Some(named) = LeaseId::new(lease) else { return Ok(()) };
+        let key = format!("t/{lease}/");
+        let puts = vec![key.clone()];
+        let id = self.tried(What::Write { puts, deletes: vec![], lease, anew: true });
+        let answer = self.run_update(move |update| {
+            update.grant_tree(named, ttl)?;
+            update.put(key, value(id), Write { anew: true, lease: Some(named), tag: 1 })?;
+            Ok(true)
+        });
+        let answer = answer.await;
+        if answer.is_ok() {
+            self.trees.push(lease);
+        }
+        self.answered_to(&[granted, id], answer)
+    }
+
+    /// A key in a directory, if that is still there.
+    async fn put_below(&mut self) -> Result<(), Over> {
+        let Some(&lease) = self.rng.choice(&self.trees) else {
+            return self.make_directory().await;
+        };
+        let (directory, key) = (format!("t/{lease}/"), format!("t/{lease}/{}", self.rng.u8(..3)));
+        let puts = vec![key.clone()];
+        let id = self.tried(What::Write { puts, deletes: vec![], lease: 0, anew: true });
+        let answer = self.run_update(move |update| {
+            if update.get(directory.as_bytes()).is_none() {
+                return Ok(false);
+            }
+            update.put(key, value(id), Write { anew: true, ..Write::default() })?;
+            Ok(true)
+        });
+        let answer = answer.await;
+        self.answered(id, answer)
+    }
+
+    /// A directory that is to stay: its lease goes, it does not.
+    async fn release(&mut self) -> Result<(), Over> {
+        if self.trees.is_empty() {
+            return self.make_directory().await;
+        }
+        let at = self.rng.usize(..self.trees.len());
+        let lease = self.trees.swap_remove(at);
+        let Some(named) = LeaseId::new(lease) else { return Ok(()) };
+        let key = format!("t/{lease}/");
+        let released = self.tried(What::Revoke { lease });
+        let puts = vec![key.clone()];
+        let id = self.tried(What::Write { puts, deletes: vec![], lease: 0, anew: true });
+        let answer = self.run_update(move |update| {
+            if update.get(key.as_bytes()).is_none() {
+                return Ok(false);
+            }
+            update.put(key, value(id), Write { anew: true, ..Write::default() })?;
+            update.release(&[named].into())?;
+            Ok(true)
+        });
+        let answer = answer.await;
+        self.answered_to(&[released, id], answer)
+    }
+
+    /// Two reads at one revision are the same, or fail with a reason.
+    async fn read_the_past(&mut self) -> Result<(), Over> {
+        let at = Revision(self.store.revision().0.saturating_sub(self.rng.u64(..30)));
+        let read =
+            || self.store.range(Range { at: Some(at), ..Range::new(KeyRange::prefix("k/")) });
+        match (read().await, read().await) {
+            (Ok(first), Ok(second)) if first.keys != second.keys => {
+                (self.notes)(Note::Trouble(format!("two reads at {} differ", at.0)));
+            }
+            (Err(KvError::Unreadable(why)), _) | (_, Err(KvError::Unreadable(why))) => {
+                if self.failing == Failing::Wrong {
+                    (self.notes)(Note::Trouble(format!("cannot read at {}: {why}", at.0)));
+                }
+            }
+            _ => {} // compacted, or before the first revision
+        }
+        Ok(())
+    }
+
     async fn revoke(&mut self) -> Result<(), Over> {
-        if self.leases.is_empty() {
+        // Of a key or of a directory, with all that is below it.
+        let of_keys = self.rng.usize(..=self.leases.len() + self.trees.len()) < self.leases.len();
+        let leases = if of_keys { &mut self.leases } else { &mut self.trees };
+        if leases.is_empty() {
             return self.put().await;
         }
-        let at = self.rng.usize(..self.leases.len());
-        let lease = self.leases.swap_remove(at);
+        let lease = leases.swap_remove(self.rng.usize(..leases.len()));
         let Some(named) = LeaseId::new(lease) else { return Ok(()) };
         let id = self.tried(What::Revoke { lease });
         let answer = self.store.revoke(named).await;

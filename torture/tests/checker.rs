@@ -5,7 +5,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use tempfile::TempDir;
 use torture::bed::{How, memory_folder};
-use torture::note::{Ev, Note, Now, What};
+use torture::note::{Ev, Note, Now, What, now_ms};
 use torture::story::Story;
 use torture::workload::{Failing, Notes, Workload};
 use vedetta_kv::Store;
@@ -63,7 +63,8 @@ const LIES: [(&str, Lie); 9] = [
     }),
     ("a write is acknowledged that was never done", |notes, at| {
         let Note::Done { revision, .. } = notes[at] else { return false };
-        let what = What::Write { puts: vec!["k/00".into()], deletes: vec![], lease: 0 };
+        let what =
+            What::Write { puts: vec!["k/00".into()], deletes: vec![], lease: 0, anew: false };
         notes.push(Note::Tried { id: 3, what });
         notes.push(Note::Done { id: 3, revision: revision + 1_000_000 });
         true
@@ -138,6 +139,27 @@ async fn a_sound_store_is_found_sound_and_every_lie_is_noticed() {
         }
         assert!(told > 0, "there was no way to say that {what}");
     }
+    store.close().await;
+}
+
+#[tokio::test]
+async fn a_renewal_that_was_forgotten_is_noticed() {
+    let (_folder, store, mut notes) = filled(8).await;
+    let renewed = |lease: i64, notes: &[Note]| {
+        notes.iter().any(|note| matches!(note, Note::Tried { what: What::Renew { lease: l, .. }, .. } if *l == lease))
+    };
+    let mut lied = 0;
+    for id in store.leases() {
+        if !renewed(id.get(), &notes) {
+            lied += 1;
+            let what = What::Renew { lease: id.get(), at_ms: now_ms() };
+            notes.push(Note::Tried { id: lied, what });
+            notes.push(Note::Done { id: lied, revision: 1 });
+        }
+    }
+    assert!(lied > 0, "every lease was renewed");
+    let wrong = violations(&store, &notes).await;
+    assert!(wrong.iter().any(|line| line.starts_with("lease")), "{wrong:?}");
     store.close().await;
 }
 

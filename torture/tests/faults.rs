@@ -1,5 +1,5 @@
-//! Faults: the disk fails or is full at operation N, once or for good, for every N of a short run.
-//! The store says so, never lies, never hangs, and goes on when it can.
+//! Faults: the disk fails or is full at operation N, or cannot be read at read N, once or for good, for every N of a
+//! short run. The store says so, never lies, never hangs, and goes on when it can.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -17,6 +17,27 @@ use vedetta_core::{KeyRange, Revision};
 use vedetta_db::CommitError;
 use vedetta_kv::{Delete, KvError, Put, Store};
 
+/// A fault to plant.
+#[derive(Debug, Clone, Copy)]
+enum Planted {
+    Operation(u64, Fault, Times),
+    Read(u64, Times),
+}
+
+impl Planted {
+    fn plant(self, disk: &Disk) {
+        match self {
+            Self::Operation(operation, fault, times) => disk.fail_at(operation, fault, times),
+            Self::Read(read, times) => disk.fail_read_at(read, times),
+        }
+    }
+
+    /// Whether an fsync may fail, after which nothing is written before a restart.
+    fn halts(self) -> bool {
+        matches!(self, Self::Operation(_, Fault::Error, _))
+    }
+}
+
 /// The run that faults are planted into: opening, a bit of everything, closing.
 fn workload(seed: u64, writers: u64) -> Workload {
     Workload {
@@ -33,6 +54,7 @@ fn workload(seed: u64, writers: u64) -> Workload {
 struct Tally {
     runs: u64,
     operations: u64,
+    reads: u64,
     acknowledged: usize,
     refused: usize,
     failed: usize,
@@ -43,7 +65,7 @@ struct Tally {
 
 /// One run with one fault.
 struct Run {
-    fault: Option<Fault>,
+    fault: Option<Planted>,
     workload: Workload,
     disk: Disk,
     past: Arc<Mutex<Story>>,
@@ -58,7 +80,7 @@ struct Run {
 }
 
 impl Run {
-    fn new(fault: Option<Fault>, workload: Workload) -> Self {
+    fn new(fault: Option<Planted>, workload: Workload) -> Self {
         let past = Arc::new(Mutex::new(Story::default()));
         let answers = Arc::new(Mutex::new(Vec::new()));
         let (told, also) = (Arc::clone(&past), Arc::clone(&answers));
@@ -83,10 +105,16 @@ impl Run {
         }
     }
 
+    fn how(&self) -> How {
+        let mut how = How::on(&self.disk);
+        how.torture.small_cache = matches!(self.fault, Some(Planted::Read(..)));
+        how
+    }
+
     /// Opening may fail, with a reason; once the disk is healed it may not.
     async fn open(&mut self, folder: &Path) -> Option<Store> {
         for healed in [false, true] {
-            match How::on(&self.disk).open(folder).await {
+            match self.how().open(folder).await {
                 Ok(store) => return Some(store),
                 Err(error) => {
                     self.failed_opens += 1;
@@ -123,7 +151,8 @@ impl Run {
         loop {
             id += 1;
             let puts = vec!["k/00".to_owned()];
-            (self.notes)(Note::Tried { id, what: What::Write { puts, deletes: vec![], lease: 0 } });
+            let what = What::Write { puts, deletes: vec![], lease: 0, anew: false };
+            (self.notes)(Note::Tried { id, what });
             match store.put(Put::new("k/00", value(id))).await {
                 Ok(done) => {
                     (self.notes)(Note::Done { id, revision: done.revision.0 });
@@ -134,7 +163,7 @@ impl Run {
                     sleep(Duration::from_millis(1)).await; // the store looks at the disk now and then
                 }
                 Err(error @ KvError::Lost(CommitError::Halted))
-                    if self.fault == Some(Fault::Error) && !self.halted =>
+                    if self.fault.is_some_and(Planted::halts) && !self.halted =>
                 {
                     (self.notes)(Note::Refused { id, why: error.to_string() });
                     self.halted = true;
@@ -145,7 +174,7 @@ impl Run {
                         self.wrong.push("a halted store says that it takes writes".to_owned());
                     }
                     store.close().await;
-                    match How::on(&self.disk).open(folder).await {
+                    match self.how().open(folder).await {
                         Ok(again) => store = again,
                         Err(error) => {
                             self.wrong.push(format!("it does not open again: {error}"));
@@ -169,10 +198,15 @@ impl Run {
         for answer in &*self.answers.lock() {
             let clear = match (self.fault, answer) {
                 (_, Note::Refused { why, .. }) if !is_about_the_disk(why) => true,
-                (Some(Fault::Full), Note::Refused { why, .. }) => why == "the disk is full",
-                (Some(Fault::Error), Note::Refused { why, .. }) => why.contains("an fsync failed"),
-                (Some(Fault::Error), Note::Failed { why, .. }) => {
+                (None, _) => false,
+                (Some(fault), Note::Refused { why, .. }) => match fault {
+                    Planted::Operation(_, Fault::Full, _) => why == "the disk is full",
+                    Planted::Operation(_, Fault::Error, _) => why.contains("an fsync failed"),
+                    Planted::Read(..) => why.starts_with("cannot read the history: "),
+                },
+                (Some(fault), Note::Failed { why, .. }) => {
                     why.starts_with("the database failed while writing: ")
+                        && !matches!(fault, Planted::Operation(_, Fault::Full, _))
                 }
                 _ => false,
             };
@@ -210,13 +244,13 @@ async fn check_image(image: &Image, past: Story) -> Vec<String> {
     check(folder.path(), past).await
 }
 
-/// One run; returns how many operations it had.
-async fn run(planted: Option<(u64, Fault, Times)>, workload: Workload, tally: &mut Tally) -> u64 {
+/// One run; returns how many operations and reads it had.
+async fn run(planted: Option<Planted>, workload: Workload, tally: &mut Tally) -> (u64, u64) {
     let folder = memory_folder();
     let seed = workload.seed;
-    let mut run = Run::new(planted.map(|(_, fault, _)| fault), workload);
-    if let Some((operation, fault, times)) = planted {
-        run.disk.fail_at(operation, fault, times);
+    let mut run = Run::new(planted, workload);
+    if let Some(planted) = planted {
+        planted.plant(&run.disk);
     }
     if timeout(PATIENCE, run.live(folder.path())).await.is_err() {
         run.wrong.push("it hangs".to_owned());
@@ -245,33 +279,65 @@ async fn run(planted: Option<(u64, Fault, Times)>, workload: Workload, tally: &m
         wrong.len(),
         wrong.join("\n")
     );
-    run.disk.operations()
+    (run.disk.operations(), run.disk.reads())
+}
+
+/// A run that nothing is planted into.
+async fn fine(workload: Workload) -> Tally {
+    let mut tally = Tally::default();
+    (tally.operations, tally.reads) = run(None, workload, &mut tally).await;
+    assert_eq!(tally.failed + tally.failed_opens, 0, "nothing fails without a fault");
+    tally
 }
 
 /// Every N, until the run is over before the fault comes.
 async fn at_every_operation(fault: Fault, times: Times) {
-    let mut tally = Tally::default();
     let workload = || workload(bed::seed(), 1);
-    tally.operations = run(None, workload(), &mut tally).await;
-    assert_eq!(tally.failed + tally.failed_opens, 0, "nothing fails without a fault");
+    let mut tally = fine(workload()).await;
     for operation in 1..=tally.operations {
-        run(Some((operation, fault, times)), workload(), &mut tally).await;
+        let planted = Planted::Operation(operation, fault, times);
+        run(Some(planted), workload(), &mut tally).await;
     }
     eprintln!("{fault:?} {times:?}: {tally:?}");
     assert!(tally.refused + tally.failed > 0, "{tally:?}");
 }
 
+/// Every N, too: reads while it opens, writes, watches, sweeps, looks at the past, and closes.
+async fn at_every_read(times: Times) {
+    let workload = || workload(bed::seed(), 1);
+    let mut tally = Tally::default();
+    // Nothing has so many.
+    (tally.operations, tally.reads) =
+        run(Some(Planted::Read(u64::MAX, times)), workload(), &mut tally).await;
+    assert_eq!(tally.failed + tally.failed_opens, 0, "nothing fails without a fault");
+    for read in 1..=tally.reads {
+        run(Some(Planted::Read(read, times)), workload(), &mut tally).await;
+    }
+    eprintln!("reads, {times:?}: {tally:?}");
+    assert!(tally.failed_opens > 0 && tally.failed > 0 && tally.halted == 0, "{tally:?}");
+}
+
+#[tokio::test]
+async fn a_read_that_fails_anywhere_is_told_and_nothing_acknowledged_is_lost() {
+    at_every_read(Times::Once).await;
+}
+
+#[tokio::test]
+async fn a_disk_that_cannot_be_read_from_anywhere_on_is_told_and_nothing_acknowledged_is_lost() {
+    at_every_read(Times::ForGood).await;
+}
+
 /// With many writers a checkpoint is often under way when the fault comes.
 #[tokio::test]
 async fn a_fault_under_many_writers_is_told_and_nothing_acknowledged_is_lost() {
-    let mut tally = Tally::default();
-    tally.operations = run(None, workload(bed::seed(), 4), &mut tally).await;
+    let mut tally = fine(workload(bed::seed(), 4)).await;
     for seed in bed::seed()..bed::seed() + bed::number("TORTURE_FAULTS", 200) {
         let mut rng = fastrand::Rng::with_seed(seed);
         let fault = if rng.u8(..4) == 0 { Fault::Full } else { Fault::Error };
         let times = if rng.bool() { Times::Once } else { Times::ForGood };
         let operation = rng.u64(1..=tally.operations);
-        run(Some((operation, fault, times)), workload(seed, 4), &mut tally).await;
+        let planted = Planted::Operation(operation, fault, times);
+        run(Some(planted), workload(seed, 4), &mut tally).await;
     }
     eprintln!("{tally:?}");
 }

@@ -243,6 +243,22 @@ async fn a_power_cut_loses_nothing_acknowledged_or_shown() {
     assert!(tally.undone > 0, "nothing was lazy: {tally}");
 }
 
+/// What a commit waits for is its own fsync: what moves the log into the file runs on a thread of its own.
+#[tokio::test]
+async fn while_it_serves_only_the_checkpoint_thread_writes_to_the_file_itself() {
+    let folder = memory_folder();
+    let disk = Disk::register("checkpoints", bed::seed());
+    let (store, _) = How::on(&disk).open_with(SCHEMAS, folder.path()).await.unwrap();
+    let opening = disk.take_writers();
+    assert!(!opening.is_empty(), "somebody made the file");
+    // Each is past the limit of the log, which is 36 pages here.
+    for n in 0_u8..40 {
+        store.put(vedetta_kv::Put::new("k", vec![n; 200_000])).await.unwrap();
+    }
+    assert_eq!(disk.take_writers(), ["vedetta-checkpoint".to_owned()].into());
+    store.close().await;
+}
+
 #[tokio::test]
 async fn answering_before_the_commit_is_noticed() {
     is_noticed(Bug::AnswerEarly).await;

@@ -3,8 +3,10 @@
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use prost::Message as _;
 use tokio::task::JoinSet;
 
+use super::callers::{Callers, Question};
 use super::client::{Connection, ECHO, PUT, RANGE, TXN};
 use super::proto;
 use super::server::Server;
@@ -57,26 +59,16 @@ pub(crate) async fn measure(
     if start == Start::Restarted {
         server.restart().await?;
     }
-    let connections = Connection::open_many(server.address, connections).await?;
+    let mut lines = Vec::new();
+    for _ in 0..connections {
+        lines.push(Callers::open(server.address).await?);
+    }
     let begin = Instant::now() + time / 4;
     let end = begin + time;
     let mut calling = JoinSet::new();
-    for caller in 0..callers {
-        let mut connection = connections[caller % connections.len()].clone();
-        calling.spawn(async move {
-            let mut took = Vec::new();
-            loop {
-                let asked = Instant::now();
-                if asked >= end {
-                    return anyhow::Ok(took);
-                }
-                ask(&mut connection, call).await?;
-                let answered = Instant::now();
-                if answered >= begin && answered <= end {
-                    took.push(answered - asked);
-                }
-            }
-        });
+    for (n, line) in lines.into_iter().enumerate() {
+        let share = (callers + connections - 1 - n) / connections;
+        calling.spawn(line.run(share, move || question(call), begin, end));
     }
     tokio::time::sleep_until(begin.into()).await;
     let before = server.cpu()?;
@@ -89,41 +81,49 @@ pub(crate) async fn measure(
     Figures::new(&mut took, time, used)
 }
 
-async fn ask(connection: &mut Connection, call: Call) -> anyhow::Result<()> {
-    let found = match call {
-        Call::Put => return put(connection, fastrand::u64(..WRITTEN)).await,
+/// What a caller asks next.
+fn question(call: Call) -> Question {
+    let get = |key: String, range_end, serializable, check| {
+        let question =
+            proto::RangeRequest { key: key.into(), range_end, serializable, ..Default::default() };
+        Question::new(RANGE, &question, check)
+    };
+    match call {
+        Call::Put => Question::new(PUT, &put_of(fastrand::u64(..WRITTEN)), empty),
         Call::Mixed if fastrand::u8(..5) == 0 => {
-            return put(connection, fastrand::u64(..READ)).await;
+            Question::new(PUT, &put_of(fastrand::u64(..READ)), empty)
         }
-        Call::Echo => {
-            connection.call::<proto::Empty>(ECHO, &proto::Empty {}).await?;
-            return Ok(());
-        }
+        Call::Echo => Question::new(ECHO, &proto::Empty {}, empty),
         Call::Get | Call::GetSerializable | Call::Mixed => {
-            let serializable = call == Call::GetSerializable;
-            let key = key(fastrand::u64(..READ)).into();
-            let question = proto::RangeRequest { key, serializable, ..Default::default() };
-            (connection.call::<proto::RangeResponse>(RANGE, &question).await?.count, 1)
+            let key = key(fastrand::u64(..READ));
+            get(key, Bytes::new(), call == Call::GetSerializable, found::<1>)
         }
         Call::GetHundred => {
             let first = key(fastrand::u64(..READ / 100) * 100);
             let prefix = &first[..first.len() - 2];
-            let question = proto::RangeRequest {
-                key: prefix.to_owned().into(),
-                range_end: end_of(prefix),
-                ..Default::default()
-            };
-            (connection.call::<proto::RangeResponse>(RANGE, &question).await?.count, 100)
+            get(prefix.to_owned(), end_of(prefix), false, found::<100>)
         }
-    };
-    anyhow::ensure!(found.0 == found.1, "found {} keys instead of {}", found.0, found.1);
+    }
+}
+
+fn empty(answer: Bytes) -> anyhow::Result<()> {
+    proto::Empty::decode(answer)?;
     Ok(())
 }
 
+/// That so many keys are there.
+fn found<const KEYS: i64>(answer: Bytes) -> anyhow::Result<()> {
+    let found = proto::RangeResponse::decode(answer)?.count;
+    anyhow::ensure!(found == KEYS, "found {found} keys instead of {KEYS}");
+    Ok(())
+}
+
+fn put_of(n: u64) -> proto::PutRequest {
+    proto::PutRequest { key: key(n).into(), value: vec![7; VALUE].into(), lease: 0 }
+}
+
 async fn put(connection: &mut Connection, n: u64) -> anyhow::Result<()> {
-    let key = key(n).into();
-    let question = proto::PutRequest { key, value: vec![7; VALUE].into(), lease: 0 };
-    connection.call::<proto::Empty>(PUT, &question).await?;
+    connection.call::<proto::Empty>(PUT, &put_of(n)).await?;
     Ok(())
 }
 

@@ -83,7 +83,7 @@ async fn share(args: &Args) -> anyhow::Result<()> {
     let registry: Cluster = registry.parse()?;
     let shards = Shards::join(registry, "/things/", &args.name, SHARDS, ttl)?;
     let work = Work { updates: false, parallel: args.parallel, tell: None, takes: TAKES };
-    let _working = Processor::new(things).shards(shards.owned()).stage(work).start().await?;
+    let _working = Processor::new(things).shards(&shards).stage(work).start().await?;
     std::future::pending().await
 }
 

@@ -93,7 +93,7 @@ impl Doctor {
             fsync(data),
             access(data, &config),
             http_port(addresses.http, holder.as_deref(), config.http.tls()?.is_some()),
-            etcd_port(addresses.etcd, holder.as_deref()),
+            etcd_port(addresses.etcd, holder.as_deref(), config.etcd.tls()?.is_some()),
         ];
         if let JobsAt::Postgres(url) = config.jobs.at()? {
             checks.push(jobs(&url));
@@ -271,13 +271,30 @@ fn access(data: &Path, config: &Config) -> Check {
 }
 
 fn http_port(address: SocketAddr, holder: Option<&str>, tls: bool) -> Check {
-    let name = "http port";
+    let is_ours = || ask(address, "/healthz").is_some_and(|health| health["program"] == "vedetta");
+    port("http port", "--http", address, holder, tls, is_ours)
+}
+
+fn etcd_port(address: SocketAddr, holder: Option<&str>, tls: bool) -> Check {
+    // A real etcd says which one it is, too; only we say this as well.
+    let is_ours = || ask(address, "/version").is_some_and(|version| version["vedetta"].is_string());
+    port("etcd port", "--etcd", address, holder, tls, is_ours)
+}
+
+fn port(
+    name: &'static str,
+    flag: &str,
+    address: SocketAddr,
+    holder: Option<&str>,
+    tls: bool,
+    is_ours: impl Fn() -> bool,
+) -> Check {
     let Err(error) = TcpListener::bind(address) else {
         return Check::ok(name, format!("{address} is free"));
     };
-    let advice = "choose another with --http";
+    let advice = format!("choose another with {flag}");
     // Behind TLS it would have to be asked by name.
-    match (is_vedetta(address) || tls && holder.is_some(), holder) {
+    match (tls && holder.is_some() || is_ours(), holder) {
         (true, Some(pid)) => {
             Check::ok(name, format!("a Vedetta serves {address}, most likely the process {pid}"))
         }
@@ -289,28 +306,15 @@ fn http_port(address: SocketAddr, holder: Option<&str>, tls: bool) -> Check {
     }
 }
 
-fn etcd_port(address: SocketAddr, holder: Option<&str>) -> Check {
-    let name = "etcd port";
-    match (TcpListener::bind(address), holder) {
-        (Ok(_), _) => Check::ok(name, format!("{address} is free")),
-        (Err(_), Some(pid)) => {
-            Check::ok(name, format!("{address} is in use, most likely by the process {pid}"))
-        }
-        (Err(error), None) => {
-            Check::broken(name, format!("{address}: {error}; choose another with --etcd"))
-        }
-    }
-}
-
-fn is_vedetta(address: SocketAddr) -> bool {
+/// What whoever listens there answers, if it is JSON.
+fn ask(address: SocketAddr, path: &str) -> Option<serde_json::Value> {
     let config = ureq::Agent::config_builder()
         .proxy(None)
         .max_redirects(0)
         .timeout_global(Some(Duration::from_secs(2)))
         .build();
-    let answer = ureq::Agent::from(config).get(format!("http://{address}/healthz")).call();
-    let health = answer.and_then(|mut answer| answer.body_mut().read_json::<serde_json::Value>());
-    health.is_ok_and(|health| health["program"] == "vedetta")
+    let answer = ureq::Agent::from(config).get(format!("http://{address}{path}")).call();
+    answer.ok()?.body_mut().read_json().ok()
 }
 
 /// What is not there now may be later, and nothing waits for it.

@@ -1,20 +1,21 @@
 //! Keeps up with a [`Source`](crate::Source): what to ask next, whatever happened.
 //!
 //! ```text
-//!            ┌──────────── compacted, another source, restart ─────────────┐
-//!            ▼                                                             │
-//!  ┌──► Listing ──last page──► Opening ──opened──► Following ──────────────┤
-//!  │      │  ▲                   │  ▲                  │                   │
-//!  │      │  └── compacted: from the first page         │                   │
-//!  │     lost                  lost └──────┐           lost                │
-//!  │      ▼                     ▼          │            │                  │
-//!  └─── Waiting ◄────────── Waiting ───────┘◄───────────┘                  │
-//!            └─────────────────────────────────────────────────────────────┘
+//!            ┌───────────────── compacted, another source, restart ──────────────────┐
+//!            ▼                                                                       │
+//!  ┌──► Listing ──last page──► Opening ──opened──► CatchingUp ──read──► Following ───┤
+//!  │      │  ▲                   │  ▲                  │                   │         │
+//!  │      │  └── compacted: from the first page         │                   │         │
+//!  │     lost                  lost └──────┐           lost                lost      │
+//!  │      ▼                     ▼          │            │                   │        │
+//!  └─── Waiting ◄────────── Waiting ───────┘◄───────────┴───────────────────┘        │
+//!            └───────────────────────────────────────────────────────────────────────┘
 //! ```
 //!
 //! A line that drops is opened again from the revision after the last one seen, so nothing is missed and
 //! nothing comes twice; only when that history is gone, all is listed anew, and whoever holds the old
-//! list finds what was deleted meanwhile by comparing.
+//! list finds what was deleted meanwhile by comparing. Either way it is said when everything is known that was
+//! there when the feed was opened: who compares with reality before that takes what is new for an orphan.
 
 use crate::{Backoff, KeyRange, Moment, Revision};
 
@@ -38,7 +39,9 @@ pub enum Turn {
     Going,
     /// The list is whole, and true at this revision.
     Listed(Revision),
-    /// The feed is open.
+    /// The feed is open, and brings what was missed.
+    CatchingUp,
+    /// Everything is known that was there when the feed was opened.
     Open,
     /// What was listed so far is worthless: it starts again.
     Again,
@@ -48,6 +51,7 @@ pub enum Turn {
 enum Phase {
     Listing { rest: KeyRange, at: Option<Revision> },
     Opening,
+    CatchingUp { to: Revision },
     Following,
     Waiting { until: Moment, listed: bool },
 }
@@ -77,7 +81,7 @@ impl Follow {
         match &self.phase {
             Phase::Listing { rest, at } => Step::List(rest.clone(), *at),
             Phase::Opening => Step::Open(self.seen.next()),
-            Phase::Following => Step::Read,
+            Phase::CatchingUp { .. } | Phase::Following => Step::Read,
             Phase::Waiting { until, .. } => Step::Wait(*until),
         }
     }
@@ -95,20 +99,34 @@ impl Follow {
         Turn::Listed(at)
     }
 
-    /// The feed opened `now`, on a source that stands at `revision`.
-    pub fn opened(&mut self, revision: Revision, now: Moment, chance: f64) -> Turn {
+    /// The feed opened `now`, on a source that stands at `revision`, and it [owes](crate::Feed::owed) us so much.
+    pub fn opened(&mut self, revision: Revision, owed: Revision, now: Moment, chance: f64) -> Turn {
         if revision < self.seen {
             return self.compacted(now, chance); // it is not the source it was
         }
         self.failures = 0;
-        self.phase = Phase::Following;
-        Turn::Open
+        self.phase = Phase::CatchingUp { to: owed };
+        match self.catch_up() {
+            Turn::Going => Turn::CatchingUp,
+            turn => turn,
+        }
     }
 
     /// The feed has come to `revision`.
-    pub fn read(&mut self, revision: Revision) {
+    pub fn read(&mut self, revision: Revision) -> Turn {
         self.relisted = false;
         self.seen = self.seen.max(revision);
+        self.catch_up()
+    }
+
+    fn catch_up(&mut self) -> Turn {
+        match self.phase {
+            Phase::CatchingUp { to } if to <= self.seen => {
+                self.phase = Phase::Following;
+                Turn::Open
+            }
+            _ => Turn::Going,
+        }
     }
 
     /// The history we need is gone: lists everything anew, at once; but a source that only ever says so is
@@ -165,7 +183,7 @@ mod tests {
         let mut follow = fresh();
         assert_eq!(follow.page(Revision(7), None), Turn::Listed(Revision(7)));
         assert_eq!(follow.step(), Step::Open(Revision(8)));
-        assert_eq!(follow.opened(Revision(9), Moment::ZERO, 0.0), Turn::Open);
+        assert_eq!(follow.opened(Revision(9), Revision(7), Moment::ZERO, 0.0), Turn::Open);
         assert_eq!(follow.step(), Step::Read);
         follow
     }
@@ -202,9 +220,26 @@ mod tests {
             follow.waited();
             assert_eq!(follow.step(), Step::Open(Revision(13)));
         }
-        assert_eq!(follow.opened(Revision(12), Moment::ZERO, 0.0), Turn::Open);
+        assert_eq!(follow.opened(Revision(12), Revision(12), Moment::ZERO, 0.0), Turn::Open);
         follow.lost(at(9_000), 0.0);
         assert_eq!(follow.step(), Step::Wait(at(9_100)), "an open feed begins the waits anew");
+    }
+
+    #[test]
+    fn a_feed_that_owes_something_is_open_when_it_has_brought_that() {
+        let mut follow = followed();
+        follow.lost(Moment::ZERO, 0.0);
+        follow.waited();
+        let owed = Revision(12);
+        assert_eq!(follow.opened(Revision(15), owed, Moment::ZERO, 0.0), Turn::CatchingUp);
+        assert_eq!((follow.step(), follow.read(Revision(11))), (Step::Read, Turn::Going));
+        // Dropped on the way, it owes the rest.
+        follow.lost(Moment::ZERO, 0.0);
+        follow.waited();
+        assert_eq!(follow.step(), Step::Open(Revision(12)));
+        assert_eq!(follow.opened(Revision(15), owed, Moment::ZERO, 0.0), Turn::CatchingUp);
+        assert_eq!(follow.read(Revision(13)), Turn::Open);
+        assert_eq!(follow.read(Revision(14)), Turn::Going, "once");
     }
 
     #[test]
@@ -217,7 +252,7 @@ mod tests {
         follow.read(Revision(12));
         follow.lost(Moment::ZERO, 0.0);
         follow.waited();
-        assert_eq!(follow.opened(Revision(11), Moment::ZERO, 0.0), Turn::Again);
+        assert_eq!(follow.opened(Revision(11), Revision(11), Moment::ZERO, 0.0), Turn::Again);
     }
 
     #[test]
@@ -226,13 +261,13 @@ mod tests {
         let mut follow = followed();
         assert_eq!(follow.compacted(at(10), 0.0), Turn::Again);
         assert_eq!(follow.page(Revision(20), None), Turn::Listed(Revision(20)));
-        follow.opened(Revision(20), at(20), 0.0);
+        follow.opened(Revision(20), Revision(20), at(20), 0.0);
         assert_eq!(follow.compacted(at(30), 0.0), Turn::Again);
         assert_eq!(follow.step(), Step::Wait(at(130)));
         follow.waited();
         assert_eq!(follow.step(), Step::List(KeyRange::prefix("/r/"), None));
         follow.page(Revision(20), None);
-        follow.opened(Revision(20), at(140), 0.0);
+        follow.opened(Revision(20), Revision(20), at(140), 0.0);
         follow.read(Revision(21));
         follow.compacted(at(150), 0.0);
         assert_eq!(follow.step(), Step::List(KeyRange::prefix("/r/"), None), "once it went on");

@@ -94,6 +94,13 @@ pub trait Source: Send + Sync + 'static {
 
 /// Changes as they happen.
 pub trait Feed: Send + 'static {
+    /// What it owed when it was opened: once it has come to this revision, all that was there then was told.
+    /// What was deleted last may still follow. A source that cannot tell owes nothing; then whoever compares
+    /// with reality may do so with what it knew before.
+    fn owed(&self) -> Revision {
+        Revision::default()
+    }
+
     /// The next changes. A dropped future loses none.
     fn next(&mut self) -> impl Future<Output = Result<Changes, SourceError>> + Send;
 }

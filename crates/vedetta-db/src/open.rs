@@ -30,6 +30,9 @@ use crate::writer::{
 const APPLICATION: i64 = 0x5645_4454;
 /// The layout of the file itself; tables have versions of their own.
 pub(crate) const FILE_VERSION: i64 = 1;
+/// Pages of [`Torture::small_cache`]: less SQLite does not take.
+const SMALL_CACHE: i64 = 10;
+
 /// How to open a database.
 #[derive(Debug, Clone)]
 pub struct Options {
@@ -61,6 +64,8 @@ pub struct Torture {
     pub share_lazily: bool,
     /// Pages between two checkpoints, so that a short run has some.
     pub checkpoint_step: Option<i32>,
+    /// Hardly a page is kept in memory, so that a short run reads.
+    pub small_cache: bool,
     /// How soon a full disk is looked at again, so that a run with many full disks is short.
     pub look_again: Option<Duration>,
 }
@@ -87,7 +92,15 @@ impl Options {
         // A refused or newer file must be left as it was, so closing never checkpoints by itself.
         connection.set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true)?;
         connection.busy_timeout(PATIENCE)?;
+        if self.torture.small_cache {
+            connection.pragma_update(None, "cache_size", SMALL_CACHE)?;
+        }
         Ok(connection)
+    }
+
+    /// Pages, or KiB if negative, that a connection which writes keeps in memory.
+    fn cache(&self) -> i64 {
+        if self.torture.small_cache { SMALL_CACHE } else { -16_384 }
     }
 
     fn synchronous(&self) -> &'static str {
@@ -195,7 +208,7 @@ impl Db {
         }
         let mut connection = options.connect(OpenFlags::SQLITE_OPEN_READ_WRITE).map_err(sql)?;
         check_versions(options, &connection, schemas)?;
-        prepare(&connection, options.synchronous()).map_err(sql)?;
+        prepare(&connection, options.synchronous(), options.cache()).map_err(sql)?;
         start_over(&connection).map_err(sql)?;
         if options.ballast > 0 {
             make_room(&options.file);
@@ -210,17 +223,17 @@ impl Db {
             readers.push(options.connect(OpenFlags::SQLITE_OPEN_READ_ONLY).map_err(sql)?);
         }
         let checkpoints = options.connect(OpenFlags::SQLITE_OPEN_READ_WRITE).map_err(sql)?;
-        prepare(&checkpoints, options.synchronous()).map_err(sql)?;
+        prepare(&checkpoints, options.synchronous(), options.cache()).map_err(sql)?;
 
         let (queue, inbox) = mpsc::channel(options.queue);
         let size = Arc::new(AtomicU64::new(0));
         let ballast = parent(&options.file).join("ballast");
         let space = Space::new(ballast, options.ballast, options.torture.look_again);
-        let wal =
-            WalKeeper::start(checkpoints, options.torture.checkpoint_step).map_err(unreadable)?;
+        let (wal, checkpoints) = WalKeeper::new(checkpoints, options.torture.checkpoint_step);
         wal.observe(&mut connection).map_err(sql)?;
         let file = File::new(connection, space, wal, options.synchronous());
-        let writer = Writer::new(inbox, file, Arc::clone(&size), options);
+        let writer = Writer::new(inbox, file, checkpoints, Arc::clone(&size), options)
+            .map_err(unreadable)?;
         let thread = std::thread::Builder::new()
             .name("vedetta-writer".into())
             .spawn(move || writer.run())
@@ -451,7 +464,7 @@ fn check_versions(
     Ok(())
 }
 
-fn prepare(connection: &Connection, synchronous: &str) -> rusqlite::Result<()> {
+fn prepare(connection: &Connection, synchronous: &str, cache: i64) -> rusqlite::Result<()> {
     // Stepped to its end: the switch is committed after the first row, and `pragma_update` would drop
     // an error there and leave a connection that only says it is in WAL mode.
     let mut switch = connection.prepare("PRAGMA journal_mode = WAL")?;
@@ -460,7 +473,7 @@ fn prepare(connection: &Connection, synchronous: &str) -> rusqlite::Result<()> {
     connection.pragma_update(None, "wal_autocheckpoint", 0)?;
     // A reader that stays long, such as a backup, lets the log grow; this cuts it back.
     connection.pragma_update(None, "journal_size_limit", 64 << 20)?;
-    connection.pragma_update(None, "cache_size", -16_384)?;
+    connection.pragma_update(None, "cache_size", cache)?;
     connection.pragma_update(None, "temp_store", "MEMORY")
 }
 

@@ -1,8 +1,9 @@
 //! Keeps the write-ahead log short without standing in the way of commits.
 //!
 //! A thread of its own moves pages from the log to the file whenever the log has grown by a step. Under
-//! a steady load it never catches up entirely, so the log would not start over: past a limit the writer
-//! moves the little that is left, between two batches.
+//! a steady load it never catches up entirely, so the log would not start over: past a limit it then takes the
+//! writers' turn with the file and moves the little that came meanwhile. The next commit waits for that, since a log
+//! that is written to cannot start over; no answer does.
 //!
 //! When the fsync of a checkpoint fails, there is no second try. SQLite syncs the file only when all of the
 //! log was moved; pages moved before, in part of a checkpoint, are lost with that fsync and not moved
@@ -11,51 +12,86 @@
 use std::fs::File;
 use std::io::{self, Read as _};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rusqlite::Connection;
 
 use crate::failpoint;
 
 /// Pages the log grows by between two checkpoints (4 MiB).
 const STEP: i32 = 1_000;
-/// Pages above which the writer itself finishes the checkpoint, so that the log starts over (12 MiB). Short
+/// Pages above which no commit may begin before the log is moved, so that it starts over (12 MiB). Short
 /// on purpose: overwriting a log costs one write per fsync, a growing one two.
 const LIMIT: i32 = 3_000;
 
 /// How long a connection waits for another one.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
 
+/// The writers' side of it.
 pub(crate) struct WalKeeper {
-    nudge: SyncSender<()>,
-    thread: JoinHandle<()>,
+    /// `None` at the end.
+    nudge: Option<SyncSender<()>>,
     step: i32,
-    limit: i32,
     /// Pages in the log after the last commit.
     logged: Arc<AtomicI32>,
     /// The fsync of a checkpoint failed.
     broken: Arc<AtomicBool>,
     /// The log's length when a checkpoint was last asked for.
     asked: i32,
-    /// The log's length when the writer last tried to finish one.
-    tried: i32,
+}
+
+/// The side of the thread that moves pages.
+pub(crate) struct Checkpoints {
+    /// Its own.
+    connection: Connection,
+    nudged: Receiver<()>,
+    limit: i32,
+    logged: Arc<AtomicI32>,
+    broken: Arc<AtomicBool>,
+}
+
+impl Checkpoints {
+    /// Starts the thread. Nobody commits while it has `file`, and it ends when the keeper in it does.
+    pub(crate) fn start<F: Send + 'static>(
+        self,
+        file: Weak<Mutex<F>>,
+    ) -> std::io::Result<JoinHandle<()>> {
+        let thread = std::thread::Builder::new().name("vedetta-checkpoint".into());
+        thread.spawn(move || self.run(&file))
+    }
+
+    fn run<F>(&self, file: &Weak<Mutex<F>>) {
+        while self.nudged.recv().is_ok() {
+            checkpoint(&self.connection, "PASSIVE", &self.broken);
+            if self.logged.load(Ordering::Relaxed) < self.limit {
+                continue;
+            }
+            let Some(file) = file.upgrade() else { return };
+            let _turn = file.lock();
+            checkpoint(&self.connection, "PASSIVE", &self.broken);
+        }
+    }
 }
 
 impl WalKeeper {
-    /// Starts the thread; `connection` is its own. A test may ask for a shorter step.
-    pub(crate) fn start(connection: Connection, step: Option<i32>) -> std::io::Result<Self> {
+    /// The two sides. A test may ask for a shorter step.
+    pub(crate) fn new(connection: Connection, step: Option<i32>) -> (Self, Checkpoints) {
         let (nudge, nudged) = sync_channel(1);
-        let broken = Arc::new(AtomicBool::new(false));
-        let also_broken = Arc::clone(&broken);
-        let thread = std::thread::Builder::new()
-            .name("vedetta-checkpoint".into())
-            .spawn(move || keep_short(&connection, &nudged, &also_broken))?;
+        let (logged, broken) = (Arc::new(AtomicI32::new(0)), Arc::new(AtomicBool::new(false)));
         let (step, limit) = step.map_or((STEP, LIMIT), |step| (step, step * (LIMIT / STEP)));
-        Ok(Self { nudge, thread, step, limit, logged: Arc::default(), broken, asked: 0, tried: 0 })
+        let checkpoints = Checkpoints {
+            connection,
+            nudged,
+            limit,
+            logged: Arc::clone(&logged),
+            broken: Arc::clone(&broken),
+        };
+        (Self { nudge: Some(nudge), step, logged, broken, asked: 0 }, checkpoints)
     }
 
     /// Makes the writer's connection report the log's length.
@@ -67,21 +103,22 @@ impl WalKeeper {
         }))
     }
 
-    /// The writer committed.
-    pub(crate) fn committed(&mut self, connection: &Connection) {
+    /// A commit is done: asks for a checkpoint when the log has grown by a step.
+    pub(crate) fn committed(&mut self) {
         let pages = self.logged.load(Ordering::Relaxed);
         if pages < self.asked {
-            (self.asked, self.tried) = (0, 0); // the log started over
+            self.asked = 0; // the log started over
         }
         if pages >= self.asked + self.step {
             // Full means that one is already asked for.
-            let _ = self.nudge.try_send(());
+            let _ = self.nudge.as_ref().map(|nudge| nudge.try_send(()));
             self.asked = pages;
         }
-        if pages >= self.limit.max(self.tried + self.step) {
-            checkpoint(connection, "PASSIVE", &self.broken);
-            self.tried = pages;
-        }
+    }
+
+    /// Lets the thread end.
+    pub(crate) fn stop(&mut self) {
+        self.nudge = None;
     }
 
     /// Gives the log's room back to the disk, unless somebody reads just now.
@@ -99,9 +136,7 @@ impl WalKeeper {
     /// The last checkpoint, when nothing writes any more. It leaves an empty log: SQLite takes a damaged
     /// one for the end of the log, and older pages in it would hide newer ones in the file.
     /// A writer that has `halted` leaves the log as it is.
-    pub(crate) fn finish(self, connection: &Connection, halted: bool) {
-        drop(self.nudge);
-        let _ = self.thread.join();
+    pub(crate) fn finish(&self, connection: &Connection, halted: bool) {
         if !halted {
             checkpoint(connection, "TRUNCATE", &self.broken);
         }
@@ -133,12 +168,6 @@ pub(crate) fn make_room(database: &Path) {
     let mut zeros = io::repeat(0).take(FRAME * u64::from((LIMIT + STEP).unsigned_abs()));
     if io::copy(&mut zeros, &mut log).and_then(|_| log.sync_all()).is_err() {
         let _ = log.set_len(0);
-    }
-}
-
-fn keep_short(connection: &Connection, nudged: &Receiver<()>, broken: &AtomicBool) {
-    while nudged.recv().is_ok() {
-        checkpoint(connection, "PASSIVE", broken);
     }
 }
 

@@ -9,6 +9,9 @@
 //!  other        └ run n+1 ········┴ commit n+1 ──────┴─────────────┘ publish n+1, answer
 //! ```
 //!
+//! With a few writes at a time there is nothing to gain from that: then one thread keeps the desk, and no time is
+//! lost with waking the other.
+//!
 //! A thread takes the desk (the queue) and runs the closures of a batch; then it takes the file (the only
 //! writing connection), leaves the desk to the other one, commits, lets go of it, publishes, and answers. So the closures
 //! of a batch run while the batch before it is on its way to the disk, and see what that one prepared. A closure
@@ -24,6 +27,7 @@ use std::ops::Deref;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
 
 use parking_lot::{Mutex, MutexGuard, RwLock};
 use rusqlite::{Connection, ErrorCode};
@@ -33,10 +37,14 @@ use crate::failpoint;
 use crate::log::UNSYNCED;
 use crate::open::{FILE_VERSION, Options};
 use crate::space::Space;
-use crate::wal::{WalKeeper, is_failed_fsync};
+use crate::wal::{Checkpoints, WalKeeper, is_failed_fsync};
 
 /// Commits after which the file's size is looked at again, under load.
 const MEASURE_EVERY: u32 = 64;
+
+/// So many writes are run in no time: what comes while they are committed may wait for its turn, and the other
+/// thread need not be woken for it.
+const FEW: usize = 4;
 
 /// What a write does to the disk, which decides whether it may run when the disk is full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -249,7 +257,9 @@ where
 /// What the two threads share.
 pub(crate) struct Writer {
     desk: Mutex<Desk>,
-    file: Mutex<File>,
+    file: Arc<Mutex<File>>,
+    /// The thread that moves the log into the file.
+    checkpoints: JoinHandle<()>,
     /// Who has it publishes. Taken before the file is let go, so that batches are published in order.
     publishing: Mutex<()>,
     mirrors: RwLock<Vec<Box<dyn Mirror>>>,
@@ -547,16 +557,20 @@ impl Drop for HaltOnPanic<'_> {
 }
 
 impl Writer {
+    /// Starts the thread that moves the log.
     pub(crate) fn new(
         inbox: mpsc::Receiver<Message>,
         file: File,
+        checkpoints: Checkpoints,
         size: Arc<AtomicU64>,
         options: &Options,
-    ) -> Self {
+    ) -> std::io::Result<Self> {
         let broken = file.wal.broken();
+        let file = Arc::new(Mutex::new(file));
         let writer = Self {
             desk: Mutex::new(Desk { inbox, waiting: VecDeque::new(), received: Vec::new() }),
-            file: Mutex::new(file),
+            checkpoints: checkpoints.start(Arc::downgrade(&file))?,
+            file,
             publishing: Mutex::new(()),
             mirrors: RwLock::default(),
             losses: AtomicU64::new(0),
@@ -570,7 +584,7 @@ impl Writer {
             share_lazily: options.torture.share_lazily,
         };
         writer.measure(&mut writer.file.lock());
-        writer
+        Ok(writer)
     }
 
     /// Writes until told to close; what is queued by then is still written.
@@ -583,8 +597,10 @@ impl Writer {
             self.take_turns();
         });
         self.sync(&mut self.file.lock());
-        let File { connection, wal, halted, .. } = self.file.into_inner();
-        wal.finish(&connection, halted);
+        self.file.lock().wal.stop();
+        let _ = self.checkpoints.join();
+        let File { connection, wal, halted, .. } = &*self.file.lock();
+        wal.finish(connection, *halted);
     }
 
     /// Makes the last lazy writes durable. The last checkpoint may not: it leaves out what somebody reads.
@@ -601,8 +617,9 @@ impl Writer {
 
     fn take_turns(&self) {
         let _guard = HaltOnPanic(self);
+        let mut kept = None;
         loop {
-            let mut desk = self.desk.lock();
+            let mut desk = kept.take().unwrap_or_else(|| self.desk.lock());
             if !desk.receive(self.batch_limit, &self.idle) {
                 return;
             }
@@ -613,13 +630,13 @@ impl Writer {
                     self.mirrors.write().push(mirror);
                 }
             } else {
-                self.write(desk);
+                kept = self.write(desk);
             }
         }
     }
 
-    /// One batch: run, commit, publish, answer.
-    fn write(&self, mut desk: MutexGuard<'_, Desk>) {
+    /// One batch: run, commit, publish, answer. The desk comes back if it was not left to the other thread.
+    fn write<'w>(&'w self, mut desk: MutexGuard<'w, Desk>) -> Option<MutexGuard<'w, Desk>> {
         let mirrors = self.mirrors.read();
         let mirrors = &**mirrors;
         let mut batch = Batch::default();
@@ -637,11 +654,13 @@ impl Writer {
         let mut file = turn.keep();
         if batch.units.is_empty() {
             // Those that failed were told so at once.
-            return roll_back(&file.connection);
+            roll_back(&file.connection);
+            return Some(desk);
         }
         if let Some(error) = batch.broke.take() {
             let lost = self.classify(&mut file, error, batch.purpose());
-            return self.lose(file, mirrors, batch, lost);
+            self.lose(file, mirrors, batch, lost);
+            return None;
         }
         if losses != self.losses.load(Ordering::Acquire)
             && let Some(lost) = file.lost.clone()
@@ -649,32 +668,34 @@ impl Writer {
             if matches!(lost, CommitError::Full) && batch.purpose() == Purpose::Reclaim {
                 file.space.ran_out(true);
             }
-            return self.lose(file, mirrors, batch, lost);
+            self.lose(file, mirrors, batch, lost);
+            return None;
         }
         if batch.kept == 0 {
             roll_back(&file.connection);
             // What was refused may rest on the batch before: its caller must be able to see that.
             let publishing = self.publishing.lock();
             drop((publishing, file));
-            return batch.answer(&Ok(()));
+            batch.answer(&Ok(()));
+            return Some(desk);
         }
         let rows = mirrors.iter().map(|mirror| mirror.seal()).collect();
-        drop(desk);
+        let desk = (batch.units.len() <= FEW).then_some(desk);
         if self.answer_early {
             std::mem::take(&mut batch).answer(&Ok(()));
         }
         if let Err(error) = file.commit(durability, rows) {
             let lost = self.classify(&mut file, error, batch.purpose());
-            return self.lose(file, mirrors, batch, lost);
+            self.lose(file, mirrors, batch, lost);
+            return None;
         }
         failpoint("db.committed");
         // Who freed room is told when it counts as free; others need not wait for the measuring.
         if batch.purpose() == Purpose::Reclaim {
             self.measure(&mut file);
         }
-        let File { wal, connection, since_measured, .. } = &mut *file;
-        wal.committed(connection);
-        *since_measured += 1;
+        file.wal.committed();
+        file.since_measured += 1;
         let publishing = self.publishing.lock();
         drop(file);
         mirrors.iter().for_each(|mirror| mirror.publish());
@@ -683,9 +704,18 @@ impl Writer {
         batch.answer(&Ok(()));
         if let Some(mut file) = self.file.try_lock()
             && file.since_measured > 0
-            && (file.since_measured >= MEASURE_EVERY || self.idle.load(Ordering::Relaxed))
+            && (file.since_measured >= MEASURE_EVERY || self.is_idle(desk.as_deref()))
         {
             self.measure(&mut file);
+        }
+        desk
+    }
+
+    /// Whether nothing is queued, as far as whoever has the desk knows.
+    fn is_idle(&self, desk: Option<&Desk>) -> bool {
+        match desk {
+            Some(desk) => desk.waiting.is_empty() && desk.inbox.is_empty(),
+            None => self.idle.load(Ordering::Relaxed),
         }
     }
 

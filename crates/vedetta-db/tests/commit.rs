@@ -437,19 +437,26 @@ async fn what_ran_while_the_commit_before_it_failed_is_lost_with_it() {
     let attaching = db.clone();
     aside(move || attaching.attach(Box::new(weir))).await.unwrap();
 
-    let first = line_up(write(db.clone(), 1)).await;
+    // After a few nothing runs until they are committed.
+    let busy = hold(&db).await;
+    let mut lost = Vec::new();
+    for n in 10..20 {
+        lost.push(line_up(write(db.clone(), n)).await);
+    }
+    drop(busy);
     let is_sealed = aside(move || is_sealed.recv().map(|()| is_sealed)).await.unwrap();
-    // The first is being committed. The next runs meanwhile, as it wants nothing of the file.
+    // They are being committed. The next runs meanwhile, as it wants nothing of the file.
     let (ran, has_run) = mpsc::channel();
     let preparing = db.clone();
     let prepare = move |_: &Tx<'_>| {
         ran.send(()).unwrap();
         Ok::<_, Stop<Reason>>(2)
     };
-    let second = line_up(async move { preparing.write(Purpose::Store, prepare).await }).await;
+    lost.push(line_up(async move { preparing.write(Purpose::Store, prepare).await }).await);
     aside(move || has_run.recv()).await.unwrap();
     verdict.send(false).unwrap();
-    for lost in [soon(first).await, soon(second).await] {
+    for lost in lost {
+        let lost = soon(lost).await;
         assert!(matches!(lost, Err(WriteError::Lost(CommitError::Failed(_)))), "{lost:?}");
     }
 

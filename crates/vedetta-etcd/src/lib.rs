@@ -7,6 +7,7 @@
 //! hold keys in.
 
 mod authority;
+mod calls;
 mod guard;
 mod health;
 mod serve;

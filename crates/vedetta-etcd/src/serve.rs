@@ -16,7 +16,7 @@ use http_body_util::{BodyExt as _, Limited};
 use hyper::body::Incoming;
 use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::rt::{TokioIo, TokioTimer};
 use rustls::ServerConfig;
 use sha2::{Digest as _, Sha256};
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -29,8 +29,9 @@ use vedetta_net::tls::{self, Tls};
 use vedetta_net::{Patient, accept};
 
 use crate::authority::Renamed;
+use crate::calls::Calls;
 use crate::upload::Upload;
-use crate::v3::Grpc;
+use crate::v3::{Grpc, Reply};
 use crate::{guard, v2, v3};
 
 /// The least that HTTP/1 can be told to take as a head.
@@ -215,7 +216,8 @@ impl Server {
     async fn http2(self: Arc<Self>, stream: impl Stream, local: IpAddr) {
         let server = Arc::clone(&self);
         let service = service_fn(move |request| Arc::clone(&server).answer(request, local));
-        let connection = http2::Builder::new(TokioExecutor::new())
+        let mut calls = Calls::default();
+        let connection = http2::Builder::new(calls.begun())
             .timer(TokioTimer::new())
             .max_concurrent_streams(self.limits.streams)
             .max_header_list_size(u32::try_from(self.limits.header).unwrap_or(u32::MAX))
@@ -226,10 +228,10 @@ impl Server {
             .serve_connection(TokioIo::new(Renamed::new(stream)), service);
         let mut connection = std::pin::pin!(connection);
         tokio::select! {
-            _ = connection.as_mut() => {}
+            () = calls.run(connection.as_mut()) => {}
             () = self.stop.cancelled() => {
                 connection.as_mut().graceful_shutdown();
-                let _ = connection.await;
+                calls.run(connection).await;
             }
         }
     }
@@ -239,18 +241,18 @@ impl Server {
         self: Arc<Self>,
         request: Request<Incoming>,
         local: IpAddr,
-    ) -> impl Future<Output = Result<Response<tonic::body::Body>, Infallible>> {
+    ) -> impl Future<Output = Result<Response<Reply>, Infallible>> {
         if is_grpc(&request) {
             let limit = (!v3::is_stream(request.uri().path())).then_some(self.limits.upload);
             let request = request.map(|body| Upload::new(body, limit));
-            return Either::Left(self.grpc.call(request).map(Ok));
+            return Either::Left(self.grpc.answer(request).map(Ok));
         }
         Either::Right(Box::pin(async move {
             let answer = match self.take_in(request, local).await {
                 Ok(request) => self.router.clone().call(request).await?,
                 Err(refused) => refused,
             };
-            Ok(answer.map(tonic::body::Body::new))
+            Ok(answer.map(|body| Reply::Other(tonic::body::Body::new(body))))
         }))
     }
 

@@ -5,6 +5,7 @@ mod gateway;
 mod kv;
 mod lease;
 mod maintenance;
+mod quick;
 mod status;
 mod watch;
 mod wire;
@@ -22,7 +23,10 @@ use vedetta_core::{KeyRange, Revision};
 use vedetta_kv::Store;
 
 use crate::Endpoint;
+use crate::upload::Upload;
 use proto::ResponseHeader;
+use quick::Quick;
+pub(crate) use quick::Reply;
 
 /// The messages, as `build.rs` makes them.
 #[allow(clippy::all, clippy::pedantic, missing_docs, unreachable_pub)]
@@ -82,6 +86,7 @@ impl Api {
 /// The gRPC services.
 #[derive(Clone)]
 pub(crate) struct Grpc {
+    api: Api,
     kv: proto::kv_server::KvServer<Api>,
     watch: proto::watch_server::WatchServer<Api>,
     lease: proto::lease_server::LeaseServer<Api>,
@@ -111,12 +116,28 @@ impl Grpc {
             };
         }
         Self {
+            api: api.clone(),
             kv: server!(kv_server::KvServer),
             watch: server!(watch_server::WatchServer),
             lease: server!(lease_server::LeaseServer),
             cluster: server!(cluster_server::ClusterServer),
             maintenance: server!(maintenance_server::MaintenanceServer),
             auth: server!(auth_server::AuthServer),
+        }
+    }
+
+    pub(crate) fn answer(
+        &self,
+        mut request: Request<Upload>,
+    ) -> impl Future<Output = Response<Reply>> + use<> {
+        let (quick, grpc) = (Quick::of(&request), self.clone());
+        async move {
+            if let Some(quick) = quick
+                && let Some(answer) = quick.answer(&grpc.api, request.body_mut()).await
+            {
+                return answer;
+            }
+            grpc.call(request).await.map(Reply::Other)
         }
     }
 

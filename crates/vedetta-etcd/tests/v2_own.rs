@@ -25,11 +25,15 @@ struct Server {
 
 impl Server {
     async fn start(folder: &Path) -> Self {
-        let mut options = vedetta_db::Options::new(folder.join("vedetta.db"));
-        options.ballast = 0;
-        let db = Db::open(&options, &[SCHEMA]).unwrap();
         let keep = Keep { revisions: None, age: None };
-        let store = Store::open(db, Options { keep, ..Options::default() }).await.unwrap();
+        Self::start_with(folder, Options { keep, ..Options::default() }).await
+    }
+
+    async fn start_with(folder: &Path, options: Options) -> Self {
+        let mut file = vedetta_db::Options::new(folder.join("vedetta.db"));
+        file.ballast = 0;
+        let db = Db::open(&file, &[SCHEMA]).unwrap();
+        let store = Store::open(db, options).await.unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let stop = CancellationToken::new();
@@ -215,6 +219,38 @@ async fn history_is_told_with_its_actions_after_a_restart_until_it_is_compacted(
     let cleared =
         format!("{{\"errorCode\":401,\"message\":\"{text}\",\"cause\":\"{cause}\",\"index\":8}}\n");
     assert_eq!((status, body), (400, cleared));
+    server.end().await;
+}
+
+/// etcd's v2 keeps 1,000 events, and in memory.
+#[tokio::test]
+async fn thousands_of_events_later_and_after_a_restart_a_watch_may_begin_at_the_first() {
+    const LATER: u64 = 5_000;
+    let folder = tempfile::tempdir().unwrap();
+    let server = Server::start_with(folder.path(), Options::default()).await;
+    server.put("/first", "value=1").await; // 2
+    let mut writers = tokio::task::JoinSet::new();
+    for writer in 0..50 {
+        let store = server.store.clone();
+        writers.spawn(async move {
+            for n in 0..LATER / 50 {
+                store.put(Put::new(format!("/later/{writer}"), n.to_string())).await.unwrap();
+            }
+        });
+    }
+    writers.join_all().await;
+    server.end().await;
+
+    let server = Server::start_with(folder.path(), Options::default()).await;
+    let mut once = server.watch("/?wait=true&recursive=true&waitIndex=2").await;
+    let told = event(&mut once).await;
+    let first = r#"{"action":"set","node":{"key":"/first","value":"1","modifiedIndex":2,"createdIndex":2}}"#;
+    assert_eq!(told.trim_end(), first);
+    let mut all = server.watch("/?wait=true&stream=true&recursive=true&waitIndex=2").await;
+    for index in 2..LATER + 3 {
+        let told = event(&mut all).await;
+        assert!(told.contains(&format!("\"modifiedIndex\":{index},")), "{index}: {told}");
+    }
     server.end().await;
 }
 

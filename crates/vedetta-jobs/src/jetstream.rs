@@ -45,10 +45,10 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use vedetta_core::JobState;
 use vedetta_core::queue::{Kept, Settled, Woken};
+use vedetta_runtime::{Bell, Ear};
 
 use self::intake::{Held, State, Story};
 use self::letter::{Asked, Death, HEADERS, Letter};
-use crate::bells::{Bell, Ear};
 use crate::job::{
     Claim, DEFAULT_QUEUE, Enqueued, Fate, Given, Job, JobId, JobsError, Json, LONGEST_TEXT, NewJob,
     Note, When, check_name, shortened, tail,

@@ -13,7 +13,6 @@
 //!
 //! How work is run within capacity is [`vedetta_runtime::Puller`]'s business.
 
-mod bells;
 mod declared;
 pub mod jetstream;
 mod job;
@@ -28,7 +27,6 @@ mod traced;
 pub mod wire;
 mod worker;
 
-pub use bells::Ear;
 pub use job::{
     Change, Claim, DEFAULT_QUEUE, Enqueued, Fate, Filter, Given, HIGHEST_PRIORITY, Job, JobId,
     JobsError, Json, LARGEST, LOG_TAIL, LONGEST_KEY, LONGEST_NAME, LONGEST_TEXT, MOST_TAGS, Mode,
@@ -39,4 +37,5 @@ pub use monitor::Monitor;
 pub use periodic::{Every, Housekeeping, Periodic, Retention};
 pub use port::{Jobs, Ledger, Taken, Wanted};
 pub use traced::Asking;
+pub use vedetta_runtime::Ear;
 pub use worker::{BACKOFF, BoxError, JobEvent, LEASE, Outcome, Work, Worker, Working};

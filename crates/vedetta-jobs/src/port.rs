@@ -4,8 +4,8 @@ use std::time::{Duration, SystemTime};
 
 use async_trait::async_trait;
 use vedetta_core::queue::{Kept, Settled, Woken};
+use vedetta_runtime::Ear;
 
-use crate::bells::Ear;
 use crate::job::{
     Change, Claim, Enqueued, Fate, Filter, Given, Job, JobId, JobsError, Mode, NewJob, Note, Page,
     QueueCounts,

@@ -31,9 +31,9 @@ use vedetta_core::{Trace, explain};
 use vedetta_db::Schema;
 use vedetta_db::postgres::tokio_postgres::{Error, Row};
 use vedetta_db::postgres::{GenericClient, Heard, Postgres, PostgresError, Transaction};
+use vedetta_runtime::{Bells, Ear};
 
 use self::enqueue::{Asked, FEW};
-use crate::bells::{Bells, Ear};
 use crate::job::{
     Claim, Enqueued, Fate, Given, JobId, JobsError, Json, LONGEST_NAME, LONGEST_TEXT, NewJob, Note,
     PRIORITY_STEP, QueueCounts, shortened, tail,
@@ -88,7 +88,7 @@ struct Desk {
     db: Postgres,
     /// Tells what we said ourselves from what others say.
     ours: u64,
-    bells: Bells,
+    bells: Bells<String>,
     /// Those whose rows are committed; none is ever removed.
     queues: Mutex<HashMap<String, i32>>,
     counted: tokio::sync::Mutex<Option<Counted>>,
@@ -249,7 +249,7 @@ impl Desk {
         queues: &[&str],
         what: Woken,
     ) -> Result<(), Error> {
-        queues.iter().for_each(|queue| self.bells.ring(queue, what));
+        queues.iter().for_each(|queue| self.bells.ring(*queue, what));
         tell(db, queues, what, self.ours).await
     }
 

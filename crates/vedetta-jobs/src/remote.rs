@@ -39,8 +39,8 @@ use serde::de::DeserializeOwned;
 use tokio::time::{sleep, timeout};
 use vedetta_core::Backoff;
 use vedetta_core::queue::{Kept, Settled, Woken};
+use vedetta_runtime::{Bells, Ear};
 
-use crate::bells::{Bells, Ear};
 use crate::job::{Claim, Enqueued, Fate, JobsError, NewJob, Note, check_name};
 use crate::port::{Jobs, Taken, Wanted};
 use crate::wire;
@@ -67,7 +67,7 @@ pub struct RemoteJobs {
     client: Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
     server: String,
     authorization: Option<HeaderValue>,
-    bells: Bells,
+    bells: Bells<String>,
     lines: Mutex<HashMap<Box<str>, Arc<tokio::sync::Mutex<Line>>>>,
 }
 

@@ -21,9 +21,9 @@ use vedetta_db::rusqlite::{self, Connection, OptionalExtension as _, params};
 use vedetta_db::{
     Clock, CommitError, Db, Mirror, Purpose, ReadError, Rows, Schema, Stop, WriteError,
 };
+use vedetta_runtime::{Bells, Ear};
 
 use self::index::{Index, LaneNo, Op};
-use crate::bells::{Bells, Ear};
 use crate::job::{
     Change, Claim, Enqueued, Fate, Filter, Job, JobId, JobsError, Json, Mode, NewJob, Note, Page,
     QueueCounts,
@@ -140,7 +140,7 @@ pub struct SqliteJobs {
 struct Desk {
     clock: Clock,
     index: Mutex<Index>,
-    bells: Bells,
+    bells: Bells<String>,
     rings: Mutex<Rings>,
 }
 
@@ -183,7 +183,7 @@ impl Mirror for Hook {
         index.publish();
         for (lane, what) in durable {
             if let Some(lane) = index.lanes.get(lane) {
-                self.0.bells.ring(&lane.name, what);
+                self.0.bells.ring(&*lane.name, what);
             }
         }
     }

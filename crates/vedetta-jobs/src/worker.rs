@@ -26,9 +26,8 @@ use vedetta_core::{
     Backoff, Command, Failure, Handler, Queue, QueueError, RunEvent, Spans, Trace, explain, queue,
     slots::capacity_of,
 };
-use vedetta_runtime::{Hold, Limits, PullStatus, Puller, Pulling, Room};
+use vedetta_runtime::{Ear, Hold, Limits, PullStatus, Puller, Pulling, Room};
 
-use crate::bells::Ear;
 use crate::job::{
     Claim, Fate, Given, JobId, JobsError, Json, LARGEST, LONGEST_TEXT, Note, check_name, shortened,
     tail,

@@ -10,9 +10,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use parking_lot::Mutex;
 use rusqlite::{Connection, OptionalExtension as _};
 use tokio::sync::oneshot;
 use vedetta_core::Revision;
@@ -51,11 +52,15 @@ impl Default for Keep {
 #[derive(Clone)]
 pub(crate) struct Sweeper {
     orders: SyncSender<Order>,
+    waiting: Arc<Waiting>,
     closing: Arc<AtomicBool>,
 }
 
+/// Who is told when a sweep that begins after they came is done; `None` when none will.
+type Waiting = Mutex<Option<Vec<oneshot::Sender<()>>>>;
+
 enum Order {
-    Sweep(oneshot::Sender<()>),
+    Sweep,
     Close,
 }
 
@@ -65,18 +70,26 @@ impl Sweeper {
         db: Db,
         keep: Keep,
     ) -> std::io::Result<(Self, JoinHandle<()>)> {
-        let (orders, inbox) = sync_channel(64);
-        let closing = Arc::new(AtomicBool::new(false));
-        let sweep = Sweep { shared, db, keep, closing: Arc::clone(&closing) };
+        let (orders, inbox) = sync_channel(1);
+        let sweep = Sweep::new(shared, db, keep);
+        let (waiting, closing) = (Arc::clone(&sweep.waiting), Arc::clone(&sweep.closing));
         let thread = spawn("vedetta-compact", move || sweep.run(&inbox))?;
-        Ok((Self { orders, closing }, thread))
+        Ok((Self { orders, waiting, closing }, thread))
     }
 
-    /// Sweeps up to the mark; the answer comes when that is done.
+    /// Sweeps up to the mark.
+    pub(crate) fn nudge(&self) {
+        // A full line means that a sweep is about to start, which will see our mark, and who waits, too.
+        let _ = self.orders.try_send(Order::Sweep);
+    }
+
+    /// The same; the answer comes when that is done.
     pub(crate) fn sweep(&self) -> oneshot::Receiver<()> {
         let (done, answer) = oneshot::channel();
-        // A full line means that a sweep is about to start, which will see our mark too.
-        let _ = self.orders.try_send(Order::Sweep(done));
+        if let Some(waiting) = &mut *self.waiting.lock() {
+            waiting.push(done);
+        }
+        self.nudge();
         answer
     }
 
@@ -90,6 +103,9 @@ struct Sweep {
     shared: Arc<Shared>,
     db: Db,
     keep: Keep,
+    /// How often the policy is looked at.
+    every: Duration,
+    waiting: Arc<Waiting>,
     closing: Arc<AtomicBool>,
 }
 
@@ -103,18 +119,32 @@ enum SweepError {
 }
 
 impl Sweep {
+    fn new(shared: Arc<Shared>, db: Db, keep: Keep) -> Self {
+        let (waiting, closing) = (Arc::new(Mutex::new(Some(Vec::new()))), Arc::default());
+        Self { shared, db, keep, every: POLICY_EVERY, waiting, closing }
+    }
+
     fn run(&self, inbox: &Receiver<Order>) {
         self.sweep_logged(); // what the last run left
+        let mut policy_due = Instant::now() + self.every;
         loop {
-            match inbox.recv_timeout(POLICY_EVERY) {
-                Ok(Order::Sweep(done)) => {
+            match inbox.recv_timeout(policy_due.saturating_duration_since(Instant::now())) {
+                Ok(Order::Sweep) => {
+                    // Before it begins: who comes later may have a mark that it does not see.
+                    let waiting = self.waiting.lock().as_mut().map(std::mem::take);
                     self.sweep_logged();
-                    let _ = done.send(());
+                    waiting.into_iter().flatten().for_each(|done| drop(done.send(())));
                 }
-                Err(RecvTimeoutError::Timeout) => self.follow_policy(now_ms()),
-                Ok(Order::Close) | Err(RecvTimeoutError::Disconnected) => return,
+                Err(RecvTimeoutError::Timeout) => {}
+                Ok(Order::Close) | Err(RecvTimeoutError::Disconnected) => break,
+            }
+            // However many orders come, the policy has its turn.
+            if Instant::now() >= policy_due {
+                self.follow_policy(self.db.steady_clock().now());
+                policy_due = Instant::now() + self.every;
             }
         }
+        *self.waiting.lock() = None;
     }
 
     fn sweep_logged(&self) {
@@ -165,6 +195,7 @@ impl Sweep {
             Ok::<_, Stop<KvError>>(())
         };
         self.db.write_blocking(Purpose::Reclaim, write).map_err(lost)?;
+        let _nobody_evaluates = self.shared.pending.lock();
         let mut index = self.shared.index.write();
         for Passed { key, revision, drop_tombstone } in passed {
             index.forget(&key, revision, drop_tombstone);
@@ -229,11 +260,6 @@ impl Sweep {
             None
         })
     }
-}
-
-fn now_ms() -> i64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    i64::try_from(since.as_millis()).unwrap_or(i64::MAX)
 }
 
 /// One step of a sweep, worked out beside the writer: rows at or below the mark change by sweeping only.
@@ -345,8 +371,10 @@ fn strike(
 
 #[cfg(test)]
 mod tests {
+    use vedetta_core::KeyRange;
+
     use super::*;
-    use crate::{Options, Put, SCHEMA, Store};
+    use crate::{Options, Put, SCHEMA, Store, WatchOptions};
 
     /// A store with 100 revisions, and a sweep with that policy whose thread does not run.
     async fn store(keep: Keep) -> (tempfile::TempDir, Store, Sweep) {
@@ -358,7 +386,7 @@ mod tests {
         let store = Store::open(db.clone(), off).await.unwrap();
         write(&store, 100).await;
         let shared = Arc::clone(&store.shared);
-        (folder, store, Sweep { shared, db, keep, closing: Arc::default() })
+        (folder, store, Sweep::new(shared, db, keep))
     }
 
     async fn write(store: &Store, puts: u32) {
@@ -386,6 +414,109 @@ mod tests {
         write(&store, 10).await;
         follow(sweep, 0).await;
         assert_eq!(store.status().compacted, Revision(53));
+        store.close().await;
+    }
+
+    /// Lets the thread of a sweep run, and gives what orders it.
+    fn start(sweep: Sweep) -> (Sweeper, impl FnOnce() -> JoinHandle<()>) {
+        let (orders, inbox) = sync_channel(1);
+        let (waiting, closing) = (Arc::clone(&sweep.waiting), Arc::clone(&sweep.closing));
+        let run = move || std::thread::spawn(move || sweep.run(&inbox));
+        (Sweeper { orders, waiting, closing }, run)
+    }
+
+    #[tokio::test]
+    async fn the_policy_has_its_turn_however_often_somebody_compacts() {
+        let (_folder, store, mut sweep) = store(Keep { revisions: Some(60), age: None }).await;
+        sweep.every = Duration::from_millis(100);
+        let (sweeper, run) = start(sweep);
+        let thread = run();
+        let followed = async {
+            while store.status().compacted == Revision(0) {
+                sweeper.sweep().await.unwrap();
+            }
+        };
+        let followed = tokio::time::timeout(Duration::from_secs(60), followed).await;
+        followed.expect("orders that come one after the other hold the policy up");
+        assert_eq!(store.status().compacted, Revision(41));
+        sweeper.close();
+        thread.join().unwrap();
+        store.close().await;
+    }
+
+    #[tokio::test]
+    async fn however_many_wait_for_a_sweep_each_is_told_when_it_is_done_or_never_will_be() {
+        let (_folder, store, sweep) = store(Keep { revisions: None, age: None }).await;
+        let rows = || async {
+            let count = "SELECT count(*) FROM event";
+            let rows = store.db.read(|c| c.query_row(count, [], |row| row.get::<_, i64>(0)));
+            rows.await.unwrap()
+        };
+        // As if by `compact`, whose own thread must not sweep here.
+        let mark = |tx: &Tx<'_>| Ok::<_, Stop<()>>(set_meta(tx, "compacted", 101)?);
+        store.db.write(Purpose::Reclaim, mark).await.unwrap();
+        store.shared.index.write().compacted = Revision(101);
+        assert_eq!(rows().await, 100);
+
+        let (sweeper, run) = start(sweep);
+        let answers: Vec<_> = (0..1000).map(|_| sweeper.sweep()).collect();
+        let thread = run();
+        for answer in answers {
+            answer.await.expect("it is told");
+            assert_eq!(rows().await, 1, "told before it was done");
+        }
+        sweeper.close();
+        thread.join().unwrap();
+        assert!(sweeper.sweep().await.is_err(), "nobody sweeps any more");
+        store.close().await;
+    }
+
+    /// Both what is kept by default, and that it is there after a restart: etcd's v2 keeps 1,000 in memory.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_hundred_thousand_revisions_are_kept_by_default_and_watched_from_the_first_after_a_restart()
+     {
+        const WRITERS: u64 = 64;
+        const REVISIONS: u64 = 100_001;
+        let folder = tempfile::tempdir().unwrap();
+        let options = vedetta_db::Options::new(folder.path().join("vedetta.db"));
+        let open = || async {
+            let db = Db::open(&options, &[SCHEMA]).unwrap();
+            Store::open(db, Options::default()).await.unwrap()
+        };
+        let store = open().await;
+        let mut writers = tokio::task::JoinSet::new();
+        for writer in 0..WRITERS {
+            let store = store.clone();
+            writers.spawn(async move {
+                for n in (writer..REVISIONS).step_by(usize::try_from(WRITERS).unwrap()) {
+                    store.put(Put::new(format!("k{}", n % 1000), n.to_string())).await.unwrap();
+                }
+            });
+        }
+        writers.join_all().await;
+        let last = Revision(REVISIONS + 1);
+        assert_eq!(store.status().revision, last);
+        let now = store.db.steady_clock().now();
+        let policy = Sweep::new(Arc::clone(&store.shared), store.db.clone(), Keep::default());
+        follow(policy, now).await;
+        store.close().await;
+
+        let store = open().await;
+        assert_eq!((store.status().revision, store.status().compacted), (last, Revision(0)));
+        let from = WatchOptions { from: Some(Revision(2)), ..WatchOptions::default() };
+        let mut watcher = store.watch(KeyRange::all(), from).unwrap();
+        let (mut next, mut written) =
+            (Revision(2), vec![false; usize::try_from(REVISIONS).unwrap()]);
+        while next <= last {
+            for event in watcher.next().await.unwrap().iter() {
+                assert_eq!(event.revision, next);
+                next = next.next();
+                let value = std::str::from_utf8(event.now().unwrap().value()).unwrap();
+                let value: usize = value.parse().unwrap();
+                assert!(!std::mem::replace(&mut written[value], true), "{value} came twice");
+            }
+        }
+        assert!(written.iter().all(|written| *written));
         store.close().await;
     }
 

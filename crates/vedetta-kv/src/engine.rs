@@ -309,7 +309,7 @@ impl<'a> Engine<'a> {
         let checksum = load::lease_checksum(id.get(), ttl_ms, deadline, tree);
         let mut insert = self.file().prepare_cached(sql)?;
         insert.execute((id.get(), ttl_ms, deadline, tree, checksum))?;
-        self.pending.change_lease(LeaseChange::Granted { id, ttl, tree });
+        self.pending.change_lease(LeaseChange::Granted { id, ttl, tree, at_ms: age_ms });
         Ok(id)
     }
 

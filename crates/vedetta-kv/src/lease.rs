@@ -3,18 +3,21 @@
 //! Deadlines are moments of the monotonic clock, kept in a heap. Renewing only moves the deadline in the
 //! lease; the heap's entry is put right when its time comes, so renewing is cheap and nothing is swept.
 //! What the file holds is in the store's *age*, the time it has been serving: neither a jump of the wall
-//! clock nor time spent stopped can shorten a lease.
+//! clock nor time spent stopped can shorten a lease. Nor can the time a grant waits for its commit: that is known
+//! only afterwards, so the age that is noted lags behind by the longest such wait.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap, HashMap};
 use std::fmt;
 use std::num::NonZeroI64;
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use parking_lot::{Condvar, Mutex};
 
 use crate::pending::LeaseChange;
+use crate::store::Age;
 use crate::{Event, KeyValue};
 
 /// Names a lease.
@@ -57,6 +60,8 @@ pub(crate) struct Leases {
     state: Mutex<State>,
     /// Woken when an earlier deadline comes in, or at the end.
     changed: Condvar,
+    /// The longest time, in milliseconds, from a grant to when it was published.
+    lag_ms: AtomicI64,
 }
 
 #[derive(Debug, Default)]
@@ -119,7 +124,7 @@ impl Leases {
     }
 
     /// Makes a durable batch visible.
-    pub(crate) fn publish(&self, changes: &[LeaseChange], events: &[Event]) {
+    pub(crate) fn publish(&self, changes: &[LeaseChange], events: &[Event], age: &Age) {
         let concerns = |event: &Event| {
             event.now().is_some_and(|now| now.lease().is_some())
                 || event.previous.as_ref().is_some_and(|before| before.lease().is_some())
@@ -130,11 +135,22 @@ impl Leases {
         let mut state = self.state.lock();
         let earliest = state.deadlines.peek().map(|Reverse((at, _))| *at);
         changes.iter().for_each(|change| state.change(change));
+        for change in changes {
+            if let LeaseChange::Granted { at_ms, .. } = *change {
+                // Both are rounded down.
+                self.lag_ms.fetch_max(age.now_ms() - at_ms + 1, Ordering::Relaxed);
+            }
+        }
         state.tidy();
         events.iter().for_each(|event| state.attach(event));
         if state.deadlines.peek().map(|Reverse((at, _))| *at) != earliest {
             self.changed.notify_all();
         }
+    }
+
+    /// By how much the deadlines in the file may be too early.
+    pub(crate) fn lag_ms(&self) -> i64 {
+        self.lag_ms.load(Ordering::Relaxed)
     }
 
     pub(crate) fn exists(&self, id: LeaseId) -> bool {
@@ -237,7 +253,7 @@ impl Leases {
 impl State {
     fn change(&mut self, change: &LeaseChange) {
         match *change {
-            LeaseChange::Granted { id, ttl, tree } => {
+            LeaseChange::Granted { id, ttl, tree, .. } => {
                 let deadline = Instant::now() + ttl;
                 let keys = BTreeSet::new();
                 let lease = Lease { ttl, deadline, renewed: false, tree, ending: false, keys };
@@ -313,7 +329,12 @@ mod tests {
 
     fn grant(leases: &Leases, n: i64, ms: u64) {
         let ttl = Duration::from_millis(ms);
-        leases.publish(&[LeaseChange::Granted { id: id(n), ttl, tree: false }], &[]);
+        publish(leases, LeaseChange::Granted { id: id(n), ttl, tree: false, at_ms: 0 });
+    }
+
+    fn publish(leases: &Leases, change: LeaseChange) {
+        let age = Age { before: Duration::ZERO, started: Instant::now() };
+        leases.publish(&[change], &[], &age);
     }
 
     #[test]
@@ -339,7 +360,7 @@ mod tests {
         let leases = Leases::default();
         for n in 1..10_000 {
             grant(&leases, n, 3_600_000);
-            leases.publish(&[LeaseChange::Ended { id: id(n) }], &[]);
+            publish(&leases, LeaseChange::Ended { id: id(n) });
         }
         assert!(leases.state.lock().deadlines.len() <= 1025);
     }
@@ -349,7 +370,7 @@ mod tests {
         let leases = Leases::default();
         grant(&leases, 1, 1000);
         assert_eq!(leases.renew(id(1)), Renewal::FirstTime);
-        leases.publish(&[LeaseChange::Renewed { id: id(1) }], &[]);
+        publish(&leases, LeaseChange::Renewed { id: id(1) });
         let old = leases.state.lock().deadlines.peek().unwrap().0.0;
         assert_eq!(leases.renew(id(1)), Renewal::Done(Duration::from_secs(1)));
         assert!(leases.state.lock().take_due(old, 9).is_empty());
@@ -362,7 +383,7 @@ mod tests {
         let leases = Leases::default();
         grant(&leases, 1, 1000);
         grant(&leases, 2, 1500);
-        leases.publish(&[LeaseChange::Renewed { id: id(1) }], &[]);
+        publish(&leases, LeaseChange::Renewed { id: id(1) });
         leases.state.lock().live.get_mut(&id(1)).unwrap().deadline += Duration::from_secs(1);
         let late = Instant::now() + Duration::from_secs(60);
         assert_eq!(leases.state.lock().take_due(late, 9), [id(2), id(1)]);

@@ -95,9 +95,20 @@ pub(crate) struct Mark {
 
 #[derive(Debug, Clone)]
 pub(crate) enum LeaseChange {
-    Granted { id: LeaseId, ttl: Duration, tree: bool },
-    Renewed { id: LeaseId },
-    Ended { id: LeaseId },
+    /// `at_ms` is the store's age when it was granted: the file counts from there, the memory from when it is
+    /// published.
+    Granted {
+        id: LeaseId,
+        ttl: Duration,
+        tree: bool,
+        at_ms: i64,
+    },
+    Renewed {
+        id: LeaseId,
+    },
+    Ended {
+        id: LeaseId,
+    },
 }
 
 impl Pending {
@@ -312,9 +323,18 @@ impl Pending {
     /// If a lease is granted here: for how long, and whether what is below its keys goes with them.
     pub(crate) fn granted(&self, id: LeaseId) -> Option<(Duration, bool)> {
         self.lease_changes().find_map(|change| match *change {
-            LeaseChange::Granted { id: other, ttl, tree } if other == id => Some((ttl, tree)),
+            LeaseChange::Granted { id: other, ttl, tree, .. } if other == id => Some((ttl, tree)),
             _ => None,
         })
+    }
+
+    /// The store's age when the first of the leases was granted that are not published yet.
+    pub(crate) fn first_grant_ms(&self) -> Option<i64> {
+        let granted = self.lease_changes().filter_map(|change| match *change {
+            LeaseChange::Granted { at_ms, .. } => Some(at_ms),
+            _ => None,
+        });
+        granted.min()
     }
 
     /// The first key of `range` as the next closure should see it, without walking the whole of it.

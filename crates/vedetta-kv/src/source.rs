@@ -3,7 +3,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use vedetta_core::{Change, Changes, Entry, Feed, KeyRange, Page, Revision, Source, SourceError};
 
-use crate::{Event, KvError, Range, Store, WatchError, WatchOptions, Watcher};
+use crate::{Event, KvError, Order, Range, SortBy, Store, WatchError, WatchOptions, Watcher};
 
 /// Keys of a page: a store in the same process has no message that could get too large.
 const PAGE: usize = 10_000;
@@ -33,14 +33,35 @@ impl Source for Store {
         from: Revision,
     ) -> Result<(StoreFeed, Revision), SourceError> {
         let options = WatchOptions { from: Some(from), previous: false, ..WatchOptions::default() };
-        let watcher = self.watch(range, options).map_err(lost)?;
-        Ok((StoreFeed { watcher, told: Revision(from.0.saturating_sub(1)) }, self.revision()))
+        let watcher = self.watch(range.clone(), options).map_err(lost)?;
+        let told = Revision(from.0.saturating_sub(1));
+        let owed = if self.revision() > told { self.last_put(range, from).await? } else { None };
+        Ok((StoreFeed { watcher, told, owed: owed.unwrap_or(told) }, self.revision()))
+    }
+}
+
+impl Store {
+    /// The last revision since `from` that put something into a range that is there.
+    async fn last_put(
+        &self,
+        range: KeyRange,
+        from: Revision,
+    ) -> Result<Option<Revision>, SourceError> {
+        let newest = Some((SortBy::Modified, Order::Descending));
+        let (min_modified, limit) = (Some(from), Some(1));
+        let request = Range { min_modified, limit, sort: newest, ..Range::new(range) };
+        let request = Range { keys_only: true, uncounted: true, ..request };
+        let ranged = self.range(request).await.map_err(|error| {
+            SourceError::Lost("cannot read the store".into(), Some(Box::new(error)))
+        })?;
+        Ok(ranged.keys.first().map(|found| found.modified()))
     }
 }
 
 /// The changes of a store in the same process.
 pub struct StoreFeed {
     watcher: Watcher,
+    owed: Revision,
     /// How far we said that it has come.
     told: Revision,
 }
@@ -49,6 +70,10 @@ pub struct StoreFeed {
 const QUIET: Duration = Duration::from_secs(1);
 
 impl Feed for StoreFeed {
+    fn owed(&self) -> Revision {
+        self.owed
+    }
+
     async fn next(&mut self) -> Result<Changes, SourceError> {
         loop {
             let batch = tokio::time::timeout(QUIET, self.watcher.next()).await;

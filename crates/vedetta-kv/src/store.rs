@@ -123,8 +123,9 @@ pub struct Status {
 /// What the store's threads and handles share.
 #[derive(Debug)]
 pub(crate) struct Shared {
+    /// Who wants to change it takes `pending` first.
     pub(crate) index: RwLock<Index>,
-    /// Locked on the writer threads only.
+    /// Whoever evaluates has it.
     pub(crate) pending: Mutex<Pending>,
     pub(crate) leases: Leases,
     pub(crate) hub: Hub,
@@ -246,7 +247,7 @@ impl Store {
             // So that rows missing at the end are noticed.
             let revision = shared.pending.lock().revision;
             load::set_meta(connection, "closed_at", revision.0.cast_signed())?;
-            note_age(connection, shared.age.now_ms())
+            note_age(connection, &shared)
         });
         if let Err(error) = noted {
             tracing::warn!(%error, "could not note how old the store is; leases will live longer");
@@ -360,9 +361,10 @@ impl Store {
             Ok(())
         };
         self.reclaim(Uses::File, mark).await?;
-        let done = self.sweeper.sweep();
         if swept {
-            let _ = done.await; // closed meanwhile: the next start goes on with it
+            let _ = self.sweeper.sweep().await; // closed meanwhile: the next start goes on with it
+        } else {
+            self.sweeper.nudge();
         }
         Ok(())
     }
@@ -589,7 +591,10 @@ impl Mirror for Publisher {
     }
 
     fn publish(&self) {
-        let Some(layer) = self.0.pending.lock().oldest() else { return };
+        // Whoever evaluates has this lock as well as a share of the index. Without it we could wait for the index while
+        // a closure takes its time, and whoever wants to read would wait behind us.
+        let mut pending = self.0.pending.lock();
+        let Some(layer) = pending.oldest() else { return };
         {
             let mut index = self.0.index.write();
             let changes = layer.events.iter().zip(&layer.places);
@@ -599,8 +604,7 @@ impl Mirror for Publisher {
         }
         // Closures of the next batches see it there or here. A lease at just one of the two: one that is
         // due, but granted or renewed by a batch still to be published, is not ended.
-        let mut pending = self.0.pending.lock();
-        self.0.leases.publish(&layer.leases, &layer.events);
+        self.0.leases.publish(&layer.leases, &layer.events, &self.0.age);
         pending.forget_oldest();
         drop(pending);
         let events = Arc::into_inner(layer).map(|layer| layer.events).unwrap_or_default();
@@ -621,8 +625,14 @@ pub(crate) fn spawn(
     std::thread::Builder::new().name(name.into()).spawn(work)
 }
 
-fn note_age(connection: &rusqlite::Connection, age_ms: i64) -> Result<(), Stop<KvError>> {
-    Ok(load::set_meta(connection, "age_ms", age_ms)?)
+/// Notes how old the store is, for the next start: by what is left from there on, no lease is shorter than it was
+/// promised, however long its grant has waited for its commit.
+fn note_age(connection: &rusqlite::Connection, shared: &Shared) -> Result<(), Stop<KvError>> {
+    let granting = shared.pending.lock().first_grant_ms();
+    // After that: what was published meanwhile has told its lag.
+    let age = (shared.age.now_ms() - shared.leases.lag_ms()).max(0);
+    let age = granting.map_or(age, |granting| age.min(granting));
+    Ok(load::set_meta(connection, "age_ms", age)?)
 }
 
 /// The thread that ends leases when their time is up, and notes the store's age.
@@ -635,8 +645,8 @@ fn keep_leases(shared: &Arc<Shared>, db: &Db) {
         if Instant::now() >= age_due {
             age_due = Instant::now() + AGE_EVERY;
             if !shared.leases.is_empty() {
-                let age = shared.age.now_ms();
-                let noted = db.write_blocking(Purpose::Store, move |c| note_age(c, age));
+                let noting = Arc::clone(shared);
+                let noted = db.write_blocking(Purpose::Store, move |tx| note_age(tx, &noting));
                 if let Err(error) = noted {
                     tracing::warn!(%error, "could not note the store's age");
                 }

@@ -6,7 +6,8 @@ use std::time::Duration;
 use vedetta_core::{KeyRange, Revision};
 use vedetta_db::Db;
 use vedetta_kv::{
-    Cause, Change, Delete, KvError, Options, Put, Range, SCHEMA, Store, WatchOptions,
+    Cause, Change, Delete, KvError, Options, Purpose, Put, Range, SCHEMA, Store, Update,
+    WatchOptions,
 };
 
 async fn open(folder: &Path) -> Store {
@@ -115,6 +116,43 @@ async fn compaction_drops_the_past_and_keeps_the_present() {
         let mut watcher = store.watch(KeyRange::all(), from).unwrap();
         assert_eq!(watcher.next().await.unwrap().iter().next().unwrap().revision, Revision(900));
         store = open_again(&store, folder.path()).await;
+    }
+    store.close().await;
+}
+
+/// A batch that is to be published waits for the closure that is stuck; whoever reads must not wait behind it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_present_is_read_while_a_closure_is_stuck_and_another_batch_is_to_be_published() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = open(folder.path()).await;
+    store.put(Put::new("k", "value")).await.unwrap();
+    for round in 0..150 {
+        let (stuck, is_stuck) = tokio::sync::oneshot::channel();
+        let (release, released) = std::sync::mpsc::channel::<()>();
+        let putting = store.clone();
+        let put = tokio::spawn(async move { putting.put(Put::new("other", "value")).await });
+        if round % 3 > 0 {
+            tokio::task::yield_now().await; // so that at times they are two batches
+        }
+        let updating = store.clone();
+        let update = tokio::spawn(async move {
+            let hold = move |_: &mut Update<'_>| {
+                let _ = stuck.send(());
+                let _ = released.recv();
+                Ok::<_, KvError>(())
+            };
+            updating.update(Purpose::Store, hold).await
+        });
+        is_stuck.await.unwrap();
+        // Until the put is published, or would be if it had not to wait for the closure.
+        for _ in 0..20 {
+            let read = tokio::time::timeout(Duration::from_secs(30), get(&store, "k")).await;
+            assert_eq!(read.expect("a read waits for no writer").as_deref(), Some("value"));
+            std::thread::sleep(Duration::from_micros(50));
+        }
+        release.send(()).unwrap();
+        update.await.unwrap().unwrap();
+        put.await.unwrap().unwrap();
     }
     store.close().await;
 }

@@ -5,6 +5,7 @@
 //! [`Declared`] is a watcher that runs a [`Command`] for that. [`Puller`] works a
 //! [`Queue`](vedetta_core::Queue) with one. [`told`] is what processes say of their watchers to each other.
 
+mod bells;
 mod command;
 mod declared;
 mod puller;
@@ -13,6 +14,7 @@ mod runner;
 pub mod told;
 pub mod watcher;
 
+pub use bells::{Bell, Bells, Ear};
 pub use command::{Command, CommandError, Watch};
 pub use declared::{Declared, Keys};
 pub use puller::{Flow, PullStatus, Puller, Pulling};

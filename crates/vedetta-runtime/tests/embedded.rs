@@ -99,6 +99,10 @@ struct Line {
 }
 
 impl Feed for Line {
+    fn owed(&self) -> Revision {
+        self.feed.owed()
+    }
+
     async fn next(&mut self) -> Result<Changes, SourceError> {
         tokio::select! {
             _ = self.link.wait_for(|link| link.cuts != self.cuts) => {

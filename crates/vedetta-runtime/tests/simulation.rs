@@ -15,7 +15,7 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use support::World;
 use tokio::time::{Instant, sleep};
-use vedetta_core::{Backoff, Moment, RunEvent};
+use vedetta_core::{Backoff, Moment, Revision, RunEvent};
 use vedetta_runtime::watcher::{BoxError, Effect, Id, Wanted, WatcherEvent};
 use vedetta_runtime::{Next, Reconcile, State, Watcher, Watching};
 
@@ -61,6 +61,8 @@ struct Reality {
     rebuilding: bool,
     runs: Vec<Seen>,
     watcher: usize,
+    /// Whose, when, and as of which revision.
+    rebuilds: Vec<(usize, Instant, Revision)>,
     /// What may have brought runs of any id forward.
     touches: Vec<Instant>,
     /// Starts whose order was looked at.
@@ -116,6 +118,8 @@ impl Reconcile for Hand {
             let mut reality = self.0.lock();
             let alone = reality.running.values().all(|n| *n == 0);
             reality.expect(alone, "a rebuild beside a reconcile");
+            let rebuild = (reality.watcher, Instant::now(), wanted.revision);
+            reality.rebuilds.push(rebuild);
             reality.rebuilding = true;
             reality.touches.push(Instant::now()); // there may have been a list before
             let calm = reality.calm;
@@ -190,14 +194,31 @@ fn start(world: &World, reality: &Arc<Mutex<Reality>>) -> Watching<Room> {
         .timeout(Some(Duration::from_secs(2)))
         .start(world.clone(), Hand(Arc::clone(reality)));
     let (mut events, began, reality) = (watching.events(), Instant::now(), Arc::clone(reality));
+    let (world, watcher) = (world.clone(), reality.lock().watcher);
     tokio::spawn(async move {
         let mut told = Vec::new();
         while let Ok(event) = events.recv().await {
             told.push((Instant::now(), event));
         }
         starts_are_in_order(began, &told, &mut reality.lock());
+        rebuilds_know_what_was_there(watcher, &told, &world.opened(), &mut reality.lock());
     });
     watching
+}
+
+/// A rebuild that counts knows what had happened when the feed before it was opened.
+fn rebuilds_know_what_was_there(
+    watcher: usize,
+    told: &[(Instant, WatcherEvent)],
+    opened: &[(Instant, Revision)],
+    reality: &mut Reality,
+) {
+    for (now, _) in told.iter().filter(|(_, event)| *event == WatcherEvent::Rebuilt) {
+        let is_it = |(of, at, _): &&(usize, Instant, Revision)| *of == watcher && at <= now;
+        let known = reality.rebuilds.iter().rfind(is_it).map(|(.., revision)| *revision);
+        let owed = opened.iter().rfind(|(at, _)| at < now).map(|(_, owed)| *owed);
+        reality.expect(known >= owed, "a rebuild that does not know what was there");
+    }
 }
 
 /// Runs begin in the order of the times at which they were due, and none before.
@@ -328,6 +349,7 @@ fn story(seed: u64) -> (Vec<(Bytes, u128, bool)>, usize) {
             rebuilding: false,
             runs: Vec::new(),
             watcher: 0,
+            rebuilds: Vec::new(),
             touches: Vec::new(),
             ordered: 0,
             violations: Vec::new(),

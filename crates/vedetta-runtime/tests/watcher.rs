@@ -362,6 +362,58 @@ async fn a_lost_line_is_taken_up_where_it_dropped_without_a_list() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_rebuild_after_a_lost_line_knows_all_that_was_there_when_it_was_mended() {
+    let world = World::new();
+    world.put("/rooms/a/meta", "1");
+    let (_watching, hand) = watching(rooms(), &world).await;
+    world.cut();
+    sleep(ms(1)).await;
+    world.put("/rooms/a/meta", "2");
+    world.put("/elsewhere", "x");
+    world.put("/rooms/b/meta", "1"); // somebody else has begun this one, where we look, too
+    world.delete("/rooms/a/meta");
+    world.put("/rooms/c/meta", "1");
+    world.slow(ms(100));
+    world.mend();
+    // What is written from now on is not waited for.
+    while world.opened().len() < 2 {
+        sleep(ms(10)).await;
+    }
+    world.put("/rooms/d/meta", "1");
+    sleep(ms(10_000)).await;
+    let lines = hand.lines();
+    let lines: Vec<_> = lines.iter().map(|line| line.split_once(' ').unwrap().1).collect();
+    assert_eq!(lines[0], "rebuild b c at 7", "{lines:?}");
+    let mut runs = lines[1..].to_vec();
+    runs.sort_unstable();
+    assert_eq!(runs, ["a: gone", "b: 1 -", "c: 1 -", "d: 1 -"], "{lines:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_line_that_drops_again_before_all_was_brought_has_nothing_done_in_between() {
+    let world = World::new();
+    world.put("/rooms/a/meta", "1");
+    let (watching, hand) = watching(rooms(), &world).await;
+    world.cut();
+    sleep(ms(1)).await;
+    world.put("/rooms/a/meta", "2");
+    world.put("/rooms/b/meta", "1");
+    world.slow(ms(500));
+    world.mend();
+    while watching.get("a").unwrap().meta != Some(2) {
+        sleep(ms(10)).await;
+    }
+    world.cut();
+    sleep(ms(5_000)).await;
+    assert_eq!(hand.lines(), [""; 0], "it is known that something is missing");
+    world.mend();
+    sleep(ms(20_000)).await;
+    let lines = hand.lines();
+    let lines: Vec<_> = lines.iter().map(|line| line.split_once(' ').unwrap().1).collect();
+    assert_eq!(lines, ["rebuild a b at 4", "a: 2 -", "b: 1 -"]);
+}
+
+#[tokio::test(start_paused = true)]
 async fn what_was_deleted_while_the_history_was_lost_is_seen_as_deleted() {
     let world = World::new();
     for id in ["a", "b", "c"] {

@@ -2,6 +2,7 @@ use std::collections::HashSet;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
+use crate::entity::Entity;
 use crate::record::{Lane, Records, SYSTEM, StageError, shard};
 
 /// The entities of one table, and their queues.
@@ -48,6 +49,12 @@ impl<E, R: Records, T> Entities<E, R, T> {
     pub(crate) fn shard(&self, id: &str) -> u16 {
         shard(id, self.shards)
     }
+}
+
+/// The table answers that it did not, for no reason.
+pub(crate) fn not_saved<E: Entity>(entity: &E) -> StageError {
+    let id = entity.id();
+    StageError::Failed(format!("the table did not save {id} though its version was right").into())
 }
 
 /// Each id once.

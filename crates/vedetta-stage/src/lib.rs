@@ -36,4 +36,4 @@ pub use record::{
     Claim, Claimed, Fate, Lane, LaneCounts, Page, Record, Records, Refused, SYSTEM, StageError,
     Tally, Which,
 };
-pub use shards::Shards;
+pub use shards::{Shards, Share};

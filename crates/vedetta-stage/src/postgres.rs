@@ -15,18 +15,17 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::Mutex;
-use tokio::sync::Notify;
 use tokio_util::task::AbortOnDropHandle;
 use vedetta_core::explain;
-use vedetta_core::queue::{Kept, Settled};
+use vedetta_core::queue::{Kept, Settled, Woken};
 use vedetta_db::Schema;
 use vedetta_db::postgres::tokio_postgres::error::SqlState;
 use vedetta_db::postgres::tokio_postgres::types::{FromSql, ToSql};
 use vedetta_db::postgres::tokio_postgres::{Error, Row};
 use vedetta_db::postgres::{GenericClient, Heard, Postgres, PostgresError, Transaction};
+use vedetta_runtime::Ear;
 
-use crate::entities::{Entities, distinct};
+use crate::entities::{Entities, distinct, not_saved};
 use crate::entity::{Entity, Version};
 use crate::processor::{Answer, Backend, Ending, Going, Saved, caught};
 use crate::record::Records as _;
@@ -240,16 +239,12 @@ pub struct Records {
 struct Bells {
     /// Tells what we said ourselves from what others say.
     ours: u64,
-    lanes: Mutex<HashMap<Lane, Arc<Notify>>>,
+    lanes: vedetta_runtime::Bells<Lane>,
 }
 
 impl Bells {
-    fn of(&self, lane: Lane) -> Arc<Notify> {
-        Arc::clone(self.lanes.lock().entry(lane).or_default())
-    }
-
     fn ring(&self, lane: Lane) {
-        self.of(lane).notify_one();
+        self.lanes.ring(&lane, Woken::More);
     }
 
     /// What others are told.
@@ -259,7 +254,7 @@ impl Bells {
 
     fn heard(&self, news: &Heard) {
         match news {
-            Heard::Again => self.lanes.lock().values().for_each(|bell| bell.notify_one()),
+            Heard::Again => self.lanes.ring_all(),
             Heard::Notified(news) => {
                 let (lane, who) = news.split_once(' ').unwrap_or((news, ""));
                 if who.parse() != Ok(self.ours)
@@ -327,7 +322,8 @@ async fn query_due(
 impl Records {
     /// The queues of a database that was opened with [`SCHEMA`].
     pub fn new(db: Postgres) -> Self {
-        let bells = Arc::new(Bells { ours: fastrand::u64(..), lanes: Mutex::default() });
+        let bells =
+            Arc::new(Bells { ours: fastrand::u64(..), lanes: vedetta_runtime::Bells::default() });
         let (mut listener, rung) = (db.listen(CHANNEL), Arc::clone(&bells));
         let listener = tokio::spawn(async move {
             loop {
@@ -634,8 +630,8 @@ impl crate::record::Records for Records {
         Ok(())
     }
 
-    async fn woken(&self, lane: Lane) {
-        self.bells.of(lane).notified().await;
+    async fn woken(&self, lane: Lane, ear: &Ear) {
+        self.bells.lanes.rung(&lane, ear).await;
     }
 }
 
@@ -760,20 +756,26 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
         Ok(self.update_all(std::slice::from_ref(id), change).await?.pop())
     }
 
-    /// [`Self::update`] for many, with as few statements as [`Table::save_all`] takes. Those that exist. One
-    /// that somebody else saved meanwhile is done again, in a transaction of its own.
+    /// [`Self::update`] for many, with as few statements as [`Table::save_all`] takes. Those that exist. What
+    /// somebody else saved meanwhile is done again, in a transaction of its own. Fails if the table does not
+    /// save one that nobody else did.
     pub async fn update_all(
         &self,
         ids: &[E::Id],
         change: impl Fn(&mut E) + Send + Sync,
     ) -> Result<Vec<E>, StageError> {
         let (mut left, mut updated) = (distinct(ids), Vec::with_capacity(ids.len()));
+        let mut tried: HashMap<String, Version> = HashMap::new();
         let mut client = self.records.db.client().await?;
         while !left.is_empty() {
             let tx = client.transaction().await?;
             let mut changed: Vec<(E, Version)> = Vec::with_capacity(left.len());
             for mut entity in self.table.load(&tx, &left).await? {
-                let read = entity.version();
+                let (id, read) = (entity.id().to_string(), entity.version());
+                // Nobody else saved it, so it would be the same again and again.
+                if tried.insert(id, read) == Some(read) {
+                    return Err(not_saved(&entity));
+                }
                 change(&mut entity);
                 entity.set_version(read.next());
                 changed.push((entity, read));

@@ -18,11 +18,12 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 use vedetta_core::queue::{End, Handed, Kept, Settled, Taken, Woken};
 use vedetta_core::{Failure, Handler, Queue, QueueError, RunEvent, explain};
-use vedetta_runtime::{PullStatus, Puller, Pulling};
+use vedetta_runtime::{Ear, PullStatus, Puller, Pulling};
 
 use crate::desk::{Desk, Handing};
 use crate::entity::{BoxError, Entity, Limits, Stage, Version, Visit};
 use crate::record::{Claim, Fate, Lane, Records, Refused, SYSTEM, StageError, Tally};
+use crate::shards::Share;
 
 /// Entities the system stage asks about at once.
 const SYSTEM_PARALLEL: NonZeroU32 = NonZeroU32::new(512).unwrap();
@@ -117,20 +118,21 @@ pub struct Processor<E, B> {
     lease: Duration,
     poll: Duration,
     spread: Duration,
-    shards: watch::Receiver<Arc<[u16]>>,
+    share: Share,
 }
 
 impl<E: Entity, B: Backend<E>> Processor<E, B> {
     /// Without stages.
     pub fn new(backend: B) -> Self {
-        let (_, shards) = watch::channel((0..backend.shards().max(1)).collect());
+        let all: Arc<[u16]> = (0..backend.shards().max(1)).collect();
+        let (_, all) = watch::channel(all);
         Self {
             backend,
             stages: Vec::new(),
             lease: Duration::from_secs(30),
             poll: Duration::from_secs(1),
             spread: Duration::from_millis(10),
-            shards,
+            share: all.into(),
         }
     }
 
@@ -172,10 +174,11 @@ impl<E: Entity, B: Backend<E>> Processor<E, B> {
         self
     }
 
-    /// Works only on the shards that this says, as it changes. All of them unless said otherwise.
+    /// Works only on the shards that this says, as it changes: those that are this process's of
+    /// [`Shards`](crate::Shards), or others by somebody else's choice. All of them unless said otherwise.
     #[must_use]
-    pub fn shards(mut self, shards: watch::Receiver<Arc<[u16]>>) -> Self {
-        self.shards = shards;
+    pub fn shards(mut self, share: impl Into<Share>) -> Self {
+        self.share = share.into();
         self
     }
 
@@ -183,6 +186,8 @@ impl<E: Entity, B: Backend<E>> Processor<E, B> {
     pub async fn start(self) -> Result<Processing, StageError> {
         let (records, name) = (self.backend.records(), self.backend.name());
         let shards = self.backend.shards();
+        self.share.fits(shards)?;
+        let owned = self.share.owned;
         let lane = async |stage: &str| {
             let lane = records.lane(name, stage).await?;
             records.reshard(lane, shards).await?;
@@ -213,8 +218,9 @@ impl<E: Entity, B: Backend<E>> Processor<E, B> {
                 limits,
                 lease: self.lease,
                 poll: self.poll.min(LONGEST),
-                owned: self.shards.clone(),
-                changed: Mutex::new(self.shards.clone()),
+                owned: owned.clone(),
+                changed: Mutex::new(owned.clone()),
+                ear: Ear::default(),
                 counters: Arc::clone(&counters),
                 is_rung: AtomicBool::new(true),
                 rest_until: parking_lot::Mutex::default(),
@@ -504,6 +510,8 @@ struct StageQueue<E, B> {
     owned: watch::Receiver<Arc<[u16]>>,
     /// The same, for who waits for a change.
     changed: Mutex<watch::Receiver<Arc<[u16]>>>,
+    /// What was heard of the queue.
+    ear: Ear,
     counters: Arc<Counters>,
     /// Something may be due that the last claim did not find.
     is_rung: AtomicBool,
@@ -528,11 +536,17 @@ impl<E: Entity, B: Backend<E>> StageQueue<E, B> {
                 }
             }
         }
-        match caught(self.backend.load(ids)).await {
+        let found = caught(async {
+            let found = self.backend.load(ids).await?;
+            Ok(found
+                .into_iter()
+                .map(|entity| (Arc::from(entity.id().to_string()), entity))
+                .collect())
+        });
+        let found: Result<Vec<(Arc<str>, E)>, _> = found.await;
+        match found {
             Ok(found) => {
-                for entity in found {
-                    items.insert(entity.id().to_string().into(), Item::Entity(entity));
-                }
+                items.extend(found.into_iter().map(|(id, entity)| (id, Item::Entity(entity))));
             }
             Err(error) if error.is_transient() => return Err(error),
             // One that cannot be read must not hold up the others.
@@ -593,8 +607,12 @@ impl<E: Entity, B: Backend<E>> StageQueue<E, B> {
                     continue;
                 };
                 let claim = Claim { id: Arc::clone(&claim.id), token, failures: 0 };
-                let handing = Handing { claim, entity: entity.clone(), since };
-                if let Err(claim) = self.desks[&lane].hand(handing) {
+                let handed = match cloned(entity) {
+                    Ok(entity) => self.desks[&lane].hand(Handing { claim, entity, since }),
+                    // Read from the table, it need not be cloned.
+                    Err(_) => Err(claim),
+                };
+                if let Err(claim) = handed {
                     give_back(self.backend.records(), lane, vec![claim]).await;
                 }
             }
@@ -618,7 +636,10 @@ impl<E: Entity, B: Backend<E>> StageQueue<E, B> {
                 (fate(again), None, Vec::new())
             }
             End::Done(Outcome::Visited(Visit::Updated { entity, again }, read)) => {
-                (fate(again), Some((entity.clone(), *read)), Vec::new())
+                match cloned(entity) {
+                    Ok(entity) => (fate(again), Some((entity, *read)), Vec::new()),
+                    Err(why) => (self.failed(claim, why.to_string()), None, Vec::new()),
+                }
             }
             End::Done(Outcome::Sorted(_, visits)) => {
                 let going = visits.iter().map(|(lane, after)| Going {
@@ -738,7 +759,7 @@ impl<E: Entity, B: Backend<E>> Queue for StageQueue<E, B> {
             }
         };
         tokio::select! {
-            () = self.backend.records().woken(self.lane) => {}
+            () = self.backend.records().woken(self.lane, &self.ear) => {}
             () = resharded => {}
             () = handed => return Woken::More,
         }
@@ -765,6 +786,12 @@ fn parse<E: Entity>(id: &str) -> Result<E::Id, String> {
         std::panic::catch_unwind(|| id.parse::<E::Id>().map_err(|error| error.to_string()));
     let parsed = parsed.unwrap_or_else(|panic| Err(Failure::of_panic(panic.as_ref()).to_string()));
     parsed.map_err(|why| format!("the id {id:?} cannot be read: {why}"))
+}
+
+/// A copy of an entity, or how its type panicked over it.
+fn cloned<E: Clone>(entity: &E) -> Result<E, Failure> {
+    let copy = std::panic::catch_unwind(AssertUnwindSafe(|| entity.clone()));
+    copy.map_err(|panic| Failure::of_panic(panic.as_ref()))
 }
 
 /// A panic in a user's table is a failure of what it was about, and not the end of the stage.

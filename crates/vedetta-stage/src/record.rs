@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vedetta_core::queue::{Kept, Settled};
+use vedetta_runtime::Ear;
 
 /// The stage that asks the others.
 pub const SYSTEM: &str = "system";
@@ -69,6 +70,15 @@ pub enum StageError {
     /// The database refused what it was asked.
     #[error("the database refused")]
     Failed(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// Some entities would be nobody's: give [`Shards::join`](crate::Shards::join) and
+    /// [`Entities::sharded`](crate::Entities::sharded) the same count.
+    #[error("processes share {shared} shards, but the entities are divided into {divided}")]
+    Unshared {
+        /// Into how many shards the work is divided.
+        shared: u16,
+        /// And the entities.
+        divided: u16,
+    },
 }
 
 impl StageError {
@@ -234,8 +244,8 @@ pub trait Records: Clone + Send + Sync + 'static {
     fn note(&self, lane: Lane, tally: Tally)
     -> impl Future<Output = Result<(), StageError>> + Send;
 
-    /// Returns when something was enqueued since the last call returned.
-    fn woken(&self, lane: Lane) -> impl Future<Output = ()> + Send;
+    /// Returns when something was enqueued that this ear has not heard of.
+    fn woken(&self, lane: Lane, ear: &Ear) -> impl Future<Output = ()> + Send;
 }
 
 /// Which shard of `count` an id belongs to. It must be the same in every process and for ever.

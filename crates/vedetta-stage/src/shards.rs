@@ -32,6 +32,7 @@ use vedetta_core::{
     SourceError, explain,
 };
 
+use crate::record::StageError;
 use share::Moves;
 
 /// Below the prefix: who is there, and whose shard it is.
@@ -54,6 +55,7 @@ const RECONNECT: Backoff =
 /// is over.
 #[derive(Debug)]
 pub struct Shards {
+    count: u16,
     owned: watch::Receiver<Arc<[u16]>>,
     leave: oneshot::Sender<()>,
     ended: oneshot::Receiver<()>,
@@ -97,11 +99,10 @@ impl Shards {
             drop(running);
         };
         thread::Builder::new().name("vedetta-shards".into()).spawn(work)?;
-        Ok(Self { owned: receiver, leave, ended })
+        Ok(Self { count, owned: receiver, leave, ended })
     }
 
-    /// The shards that are ours now, in order, and how that changes; for
-    /// [`Processor::shards`](crate::Processor::shards).
+    /// The shards that are ours now, in order, and how that changes.
     pub fn owned(&self) -> watch::Receiver<Arc<[u16]>> {
         self.owned.clone()
     }
@@ -110,6 +111,36 @@ impl Shards {
     pub async fn leave(self) {
         let _ = self.leave.send(());
         let _ = self.ended.await; // always an error: nothing is ever sent
+    }
+}
+
+/// Which shards a [`Processor`](crate::Processor) works on, as it changes.
+#[derive(Debug, Clone)]
+pub struct Share {
+    /// Of so many, as far as is known.
+    count: Option<u16>,
+    pub(crate) owned: watch::Receiver<Arc<[u16]>>,
+}
+
+impl From<&Shards> for Share {
+    fn from(shards: &Shards) -> Self {
+        Self { count: Some(shards.count), owned: shards.owned() }
+    }
+}
+
+/// That all shards are somebody's is up to who says this.
+impl From<watch::Receiver<Arc<[u16]>>> for Share {
+    fn from(owned: watch::Receiver<Arc<[u16]>>) -> Self {
+        Self { count: None, owned }
+    }
+}
+
+impl Share {
+    /// Whether it is one of so many shards: otherwise some would be nobody's, or there would be none such.
+    pub(crate) fn fits(&self, divided: u16) -> Result<(), StageError> {
+        let last = self.owned.borrow().iter().max().map_or(0, |last| last.saturating_add(1));
+        let shared = self.count.unwrap_or(divided).max(last);
+        if shared == divided { Ok(()) } else { Err(StageError::Unshared { shared, divided }) }
     }
 }
 
@@ -503,7 +534,7 @@ impl<R: Registry> Task<R> {
             }
             Heard::Opened(Ok((feed, revision))) => {
                 let another = revision < self.follow.seen();
-                let turn = self.follow.opened(revision, now, chance);
+                let turn = self.follow.opened(revision, feed.owed(), now, chance);
                 if another {
                     tracing::warn!(me = self.picture.me, "another store: joining again");
                     self.begin_anew();
@@ -532,7 +563,7 @@ impl<R: Registry> Task<R> {
             }
         };
         match turn {
-            Turn::Going | Turn::Open => {}
+            Turn::Going | Turn::CatchingUp | Turn::Open => {}
             Turn::Again => self.listing.clear(),
             Turn::Listed(revision) => {
                 let listing = std::mem::take(&mut self.listing);

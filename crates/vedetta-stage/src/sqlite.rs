@@ -9,15 +9,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::sync::Notify;
 use vedetta_core::explain;
-use vedetta_core::queue::{Kept, Settled};
+use vedetta_core::queue::{Kept, Settled, Woken};
 use vedetta_db::rusqlite::{self, Connection, OptionalExtension as _, Row, params};
 use vedetta_db::{
     Clock, CommitError, Db, Mirror, Purpose, ReadError, Rows, Schema, Stop, WriteError,
 };
+use vedetta_runtime::Ear;
 
-use crate::entities::{Entities, distinct};
+use crate::entities::{Entities, distinct, not_saved};
 use crate::entity::{Entity, Version};
 use crate::processor::{Answer, Backend, Ending, Saved};
 use crate::record::{
@@ -74,7 +74,7 @@ pub struct Records {
 /// Wakes who works a lane, once what was written for it is committed.
 #[derive(Debug, Default)]
 struct Bells {
-    lanes: Mutex<Vec<Arc<Notify>>>,
+    lanes: vedetta_runtime::Bells<Lane>,
     rings: Mutex<Rings>,
 }
 
@@ -89,15 +89,6 @@ struct Rings {
 }
 
 impl Bells {
-    fn of(&self, lane: Lane) -> Arc<Notify> {
-        let index = usize::try_from(lane.0).expect("lanes are counted from 1");
-        let mut lanes = self.lanes.lock();
-        if lanes.len() <= index {
-            lanes.resize_with(index + 1, Arc::default);
-        }
-        Arc::clone(&lanes[index])
-    }
-
     fn ring(&self, lane: Lane) {
         let mut rings = self.rings.lock();
         if rings.now.last() != Some(&lane) {
@@ -128,7 +119,7 @@ impl Mirror for Hook {
 
     fn publish(&self) {
         let durable = self.0.rings.lock().sealed.pop_front();
-        durable.into_iter().flatten().for_each(|lane| self.0.of(lane).notify_one());
+        durable.into_iter().flatten().for_each(|lane| self.0.lanes.ring(&lane, Woken::More));
     }
 
     fn discard(&self) {
@@ -590,8 +581,8 @@ impl crate::record::Records for Records {
         self.write(Purpose::Reclaim, note).await
     }
 
-    async fn woken(&self, lane: Lane) {
-        self.bells.of(lane).notified().await;
+    async fn woken(&self, lane: Lane, ear: &Ear) {
+        self.bells.lanes.rung(&lane, ear).await;
     }
 }
 
@@ -652,9 +643,7 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
                 this.entity_updated(tx, entity)?;
                 // Nobody else writes while this closure does.
                 if !this.table.save(tx, entity, read)? {
-                    let id = entity.id();
-                    let why = format!("the table did not save {id} though its version was right");
-                    return Err(StageError::Failed(why.into()));
+                    return Err(not_saved(entity));
                 }
             }
             Ok(entities)

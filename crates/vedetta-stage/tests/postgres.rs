@@ -14,7 +14,10 @@ use vedetta_db::Schema;
 use vedetta_db::postgres::tokio_postgres::{Error, Row};
 use vedetta_db::postgres::{GenericClient, Postgres, Transaction};
 use vedetta_stage::postgres::{Records, SCHEMA, Table};
-use vedetta_stage::{BoxError, Entities, Fate, Records as _, SYSTEM, Version};
+use vedetta_stage::{
+    Backend as _, BoxError, Claim, Ending, Entities, Fate, Going, Lane, LaneCounts, Records as _,
+    SYSTEM, Saved, Version,
+};
 
 suite!(crate::Pg);
 
@@ -77,7 +80,6 @@ impl Pg {
     }
 
     fn db(&self) -> &Postgres {
-        use vedetta_stage::Backend as _;
         self.orders.records().db()
     }
 
@@ -304,7 +306,6 @@ async fn what_is_to_be_tried_again_is_not_kept_waiting_by_what_is_handed_over() 
 
 #[tokio::test]
 async fn what_goes_to_a_stage_is_held_at_once_unless_it_is_there_already() {
-    use vedetta_stage::{Backend as _, Claim, Ending, Going, Saved};
     let world = Pg::new().await;
     world.create([1, 2].map(Order::new).to_vec()).await.unwrap();
     let records = world.records();
@@ -334,40 +335,107 @@ async fn what_goes_to_a_stage_is_held_at_once_unless_it_is_there_already() {
     assert_eq!(suite::ids(&claimed), ["order-1"], "it is due at once when it is given back");
 }
 
+/// Settles the record that the system stage has of an order while somebody else, on a connection of their own,
+/// is about to write to it; then they do, or do not after all. What came of it, and what is left.
+async fn raced<T>(
+    is_committed: bool,
+    settle: impl AsyncFnOnce(&Pg, Lane, Claim) -> T,
+) -> (T, LaneCounts) {
+    let world = Pg::new().await;
+    let neighbour = world.neighbour().await;
+    world.order(1).await;
+    let records = world.records();
+    let lane = records.lane(ORDERS, SYSTEM).await.unwrap();
+    let claim = records.claim(lane, &[0], 1, HOUR).await.unwrap().claims.remove(0);
+
+    let mut client = neighbour.db().client().await.unwrap();
+    let theirs = client.transaction().await.unwrap();
+    let mut order = Orders.load(&theirs, &[OrderId(1)]).await.unwrap().remove(0);
+    neighbour.orders.entity_updated(&theirs, &mut order).await.unwrap();
+    assert!(Orders.save(&theirs, &order, Version(1)).await.unwrap());
+    let (settled, ()) = tokio::join!(settle(&world, lane, claim), async {
+        somebody_waits(&neighbour).await;
+        if is_committed {
+            theirs.commit().await.unwrap();
+        } else {
+            theirs.rollback().await.unwrap();
+        }
+    });
+    (settled, world.counts(SYSTEM).await)
+}
+
+const AT_ONCE: Settled = Settled::Again(std::time::Duration::ZERO);
+
 #[tokio::test]
 async fn a_removal_waits_for_who_writes_to_the_record_and_is_none_if_they_did() {
-    for is_committed in [true, false] {
-        let world = Pg::new().await;
-        let neighbour = world.neighbour().await;
-        world.order(1).await;
-        let records = world.records();
-        let lane = records.lane(ORDERS, SYSTEM).await.unwrap();
-        let claim = records.claim(lane, &[0], 1, HOUR).await.unwrap().claims.remove(0);
+    for (is_committed, expected) in [(true, AT_ONCE), (false, Settled::Gone)] {
+        let (settled, left) = raced(is_committed, async |world, lane, claim| {
+            world.records().settle(lane, &[(claim, Fate::Gone)]).await.unwrap()
+        })
+        .await;
+        assert_eq!(settled, [expected]);
+        assert_eq!((left.records, left.due), if is_committed { (1, 1) } else { (0, 0) });
+    }
+}
 
-        let mut client = neighbour.db().client().await.unwrap();
-        let theirs = client.transaction().await.unwrap();
-        let mut order = Orders.load(&theirs, &[OrderId(1)]).await.unwrap().remove(0);
-        neighbour.orders.entity_updated(&theirs, &mut order).await.unwrap();
-        assert!(Orders.save(&theirs, &order, Version(1)).await.unwrap());
-        let ends = [(claim, Fate::Gone)];
-        let (settled, ()) = tokio::join!(records.settle(lane, &ends), async {
-            somebody_waits(&neighbour).await;
-            if is_committed {
-                theirs.commit().await.unwrap();
-            } else {
-                theirs.rollback().await.unwrap();
-            }
-        });
-        let settled = settled.unwrap();
-        let left = world.counts(SYSTEM).await;
-        if is_committed {
-            assert_eq!(settled, [Settled::Again(std::time::Duration::ZERO)]);
-            assert_eq!((left.records, left.due), (1, 1));
-        } else {
-            assert_eq!(settled, [Settled::Gone]);
-            assert_eq!(left.records, 0);
+#[tokio::test]
+async fn a_visit_later_waits_for_who_writes_to_the_record_and_is_at_once_if_they_did() {
+    for is_committed in [true, false] {
+        let (settled, left) = raced(is_committed, async |world, lane, claim| {
+            world.records().settle(lane, &[(claim, Fate::Visit(HOUR))]).await.unwrap()
+        })
+        .await;
+        let [Settled::Again(after)] = settled[..] else { panic!("{settled:?}") };
+        assert_eq!(after.is_zero(), is_committed);
+        assert!(is_committed || suite::about(Some(after), HOUR), "{after:?}");
+        assert_eq!((left.records, left.due), (1, u64::from(is_committed)));
+    }
+}
+
+#[tokio::test]
+async fn a_sort_waits_for_who_writes_to_the_record_and_is_done_again_if_they_did() {
+    for (is_committed, expected) in [(true, AT_ONCE), (false, Settled::Gone)] {
+        for hold in [None, Some((7, HOUR))] {
+            let ((answer, wanted), left) = raced(is_committed, async |world, lane, claim| {
+                let packing = world.records().lane(ORDERS, "packing").await.unwrap();
+                let going = Going { lane: packing, after: std::time::Duration::ZERO, hold };
+                let ending = Ending { claim, fate: Fate::Gone, saves: None, visits: vec![going] };
+                let answer = world.orders.settle(lane, vec![ending]).await.unwrap();
+                (answer, world.counts("packing").await)
+            })
+            .await;
+            assert_eq!(answer.saved, [Ok(Saved::Settled(expected))]);
+            assert_eq!((left.records, left.due), if is_committed { (1, 1) } else { (0, 0) });
+            // It is wanted either way, by what was read before.
+            let held = u64::from(hold.is_some());
+            assert_eq!(answer.held.len() as u64, held);
+            assert_eq!((wanted.records, wanted.held), (1, held));
         }
     }
+}
+
+/// Never saves anything, whatever the version.
+struct Stubborn;
+
+impl Table<Order> for Stubborn {
+    async fn load(&self, db: &impl GenericClient, ids: &[OrderId]) -> Result<Vec<Order>, Error> {
+        Orders.load(db, ids).await
+    }
+
+    async fn save(&self, _: &Transaction<'_>, _: &Order, _: Version) -> Result<bool, Error> {
+        Ok(false)
+    }
+}
+
+#[tokio::test]
+async fn a_table_that_saves_nothing_is_not_asked_for_ever() {
+    let world = Pg::new().await;
+    world.order(1).await;
+    let stubborn = Entities::new(world.records().clone(), ORDERS, Stubborn).await.unwrap();
+    let updating = stubborn.update(&OrderId(1), |order: &mut Order| order.state = "paid".into());
+    let refused = testing::soon("it gives up", updating).await.unwrap_err();
+    let why = vedetta_core::explain(&refused);
+    assert!(why.contains("did not save order-1 though its version was right"), "{why}");
 }
 
 #[tokio::test]

@@ -128,7 +128,7 @@ impl Worker {
         let orders = orders.sharded(SHARDS);
         let shards = Shards::join(store.clone(), "orders/", name, SHARDS, TTL).unwrap();
         let processor = Processor::new(orders.clone()).stage(Note(name, Arc::clone(book)));
-        let processing = processor.shards(shards.owned()).start().await.unwrap();
+        let processing = processor.shards(&shards).start().await.unwrap();
         Self { shards, _processing: processing, orders }
     }
 
@@ -165,15 +165,35 @@ impl Worker {
     }
 }
 
+async fn open_store(folder: &TempDir) -> Store {
+    let mut options = vedetta_db::Options::new(folder.path().join("vedetta.db"));
+    options.ballast = 0;
+    let db = Db::open(&options, &[vedetta_kv::SCHEMA]).unwrap();
+    Store::open(db, Options::default()).await.unwrap()
+}
+
+#[tokio::test]
+async fn who_shares_another_number_of_shards_than_there_are_is_refused() {
+    let (server, folder) = (Server::start().await, TempDir::new().unwrap());
+    let (url, store) = (server.database().await, open_store(&folder).await);
+    let db = Postgres::open_with(&url, 4, &[SCHEMA, SHOP]).await.unwrap();
+    let orders = Entities::new(Records::new(db), "orders", Orders).await.unwrap();
+    for shared in [SHARDS - 1, SHARDS + 1] {
+        let shards = Shards::join(store.clone(), "orders/", "a", shared, TTL).unwrap();
+        let processor = Processor::new(orders.clone().sharded(SHARDS));
+        let refused = processor.shards(&shards).start().await.err().unwrap();
+        let text = format!("processes share {shared} shards, but the entities are divided into 16");
+        assert_eq!(refused.to_string(), text);
+        soon("it leaves", shards.leave()).await;
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn processors_share_the_entities_and_one_that_dies_hands_its_own_over() {
     let server = Server::start().await;
     let url = server.database().await;
     let folder = TempDir::new().unwrap();
-    let mut options = vedetta_db::Options::new(folder.path().join("vedetta.db"));
-    options.ballast = 0;
-    let db = Db::open(&options, &[vedetta_kv::SCHEMA]).unwrap();
-    let store = Store::open(db, Options::default()).await.unwrap();
+    let store = open_store(&folder).await;
 
     let book = Book::default();
     let a = Worker::start("a", &url, &store, &book).await;

@@ -140,6 +140,10 @@ struct LineFeed {
 }
 
 impl Feed for LineFeed {
+    fn owed(&self) -> Revision {
+        self.feed.owed()
+    }
+
     async fn next(&mut self) -> Result<Changes, SourceError> {
         let changes = self.feed.next().await;
         whole(&self.whole).await;

@@ -15,6 +15,9 @@ type Edges = BTreeMap<String, BTreeSet<String>>;
 /// They test and measure the others and are in no product: they may use what they like.
 const TOOLS: [&str; 6] = ["bench", "live-rooms", "orders", "testing", "torture", "transcode"];
 
+/// The programs in `examples`, which show what anybody can build with the library.
+const EXAMPLES: [&str; 3] = ["live-rooms", "orders", "transcode"];
+
 /// Features that plant faults for the tests, and must never be in the program.
 const TEST_ONLY_FEATURES: [&str; 1] = ["torture"];
 
@@ -34,6 +37,24 @@ fn crates_use_each_other_only_as_architecture_md_draws() {
 fn no_crate_of_the_program_asks_for_a_test_only_feature() {
     let faults = test_only_features(&metadata());
     assert!(faults.is_empty(), "{}", faults.join("\n"));
+}
+
+#[test]
+fn examples_use_the_library_as_anybody_would() {
+    let metadata = metadata();
+    let members: BTreeSet<&str> =
+        packages(&metadata).iter().map(|package| text(&package["name"])).collect();
+    let examples: BTreeSet<&str> = packages(&metadata)
+        .iter()
+        .filter(|package| text(&package["manifest_path"]).contains("/examples/"))
+        .map(|package| text(&package["name"]))
+        .collect();
+    assert_eq!(examples, BTreeSet::from(EXAMPLES), "the folders in `examples`");
+    for package in packages(&metadata).iter().filter(|it| examples.contains(text(&it["name"]))) {
+        let used = product_dependencies(package).map(|dependency| text(&dependency["name"]));
+        let of_ours: Vec<&str> = used.filter(|name| members.contains(name)).collect();
+        assert_eq!(of_ours, ["vedetta"], "{}", package["name"]);
+    }
 }
 
 /// What Cargo says of the workspace.

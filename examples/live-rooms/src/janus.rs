@@ -39,6 +39,8 @@ const GRACE: Duration = Duration::from_secs(5);
 const LOOK: Duration = Duration::from_secs(1);
 /// A Janus that did not answer for so long is not there.
 const AWAY: Duration = Duration::from_secs(5);
+/// So long after a request that was not answered Janus may still do what it says.
+const LATE: Duration = Duration::from_secs(10);
 /// Every room is looked at once in this time, whether anything changed or not.
 const RESYNC: Duration = Duration::from_secs(20);
 
@@ -80,6 +82,7 @@ pub async fn run(store: Cluster, args: Args, stop: CancellationToken) -> anyhow:
         store: store.clone(),
         bridge,
         rooms: Mutex::default(),
+        unanswered: Mutex::default(),
         voice: presence.voice(),
         beat,
     });
@@ -123,6 +126,8 @@ struct Manager {
     bridge: Bridge,
     /// The rooms of ours in Janus, as far as we know, and whether one is neither begun nor ended just now.
     rooms: Mutex<HashMap<String, bool>>,
+    /// Rooms for which Janus did not answer when it was to send, and when that was.
+    unanswered: Mutex<HashMap<String, Instant>>,
     voice: Voice,
     /// What the sign of life says while Janus answers.
     beat: Heartbeat,
@@ -203,13 +208,33 @@ impl Manager {
                 tracing::warn!(missing, "Janus may have been restarted: looking at every room");
                 watching.resync().await;
             }
+            let mut orphans = 0;
             for room in ours().filter(|room| !known.contains_key(*room)) {
                 if !self.rooms.lock().contains_key(room) {
+                    orphans += 1;
                     self.destroy(room).await.unwrap_or_else(|error| {
                         tracing::warn!(room, error = explain(&error), "cannot destroy an orphan");
                     });
                 }
             }
+            if orphans > 0 {
+                // One that became ours while it was destroyed was found there, and is missing now.
+                tracing::info!(orphans, "destroyed what nobody asked for: comparing again");
+                watching.resync().await;
+            }
+        }
+    }
+
+    /// When to look at a room again that is as it should be: soon, if Janus may still do what it did not answer to.
+    fn next(&self, id: &str) -> Next {
+        let mut unanswered = self.unanswered.lock();
+        match unanswered.get(id) {
+            Some(at) if at.elapsed() < LATE => Next::After(LOOK),
+            Some(_) => {
+                unanswered.remove(id);
+                Next::Done
+            }
+            None => Next::Done,
         }
     }
 
@@ -261,7 +286,12 @@ impl Manager {
         for step in plan(id, &there, target) {
             match (step, target) {
                 (Step::Add, Some(at)) => {
-                    self.bridge.forward(id, at.host, at.port, at.ssrc).await?;
+                    let asked = self.bridge.forward(id, at.host, at.port, at.ssrc).await;
+                    if let Err(BridgeError::Unreachable(_)) = asked {
+                        // Asked again and done late, it would send twice.
+                        self.unanswered.lock().insert(id.to_owned(), Instant::now());
+                    }
+                    asked?;
                     tracing::info!(room = id, mixer = at.mixer_id, port = at.port, "sends");
                 }
                 (Step::Add, None) => {}
@@ -306,7 +336,7 @@ impl Reconcile for Rooms {
             && room.run_by(Kind::Janus, &manager.me).is_some()
         {
             manager.keep(id, room).await?;
-            return Ok(Next::Done);
+            return Ok(manager.next(id));
         }
         let said = room.and_then(|room| room.janus.as_ref());
         let is_said = said.is_some_and(|at| at.janus_id == manager.me);
@@ -316,5 +346,123 @@ impl Reconcile for Rooms {
             withdraw(&manager.store, Kind::Janus, id, is_ours).await?;
         }
         Ok(Next::Done)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::extract::State;
+    use axum::{Json, Router, routing::post};
+    use serde_json::{Value, json};
+    use std::net::Ipv4Addr;
+
+    use super::*;
+    use crate::demo::Embedded;
+    use crate::model::{LiveMeta, MixerAt, Status, room_key, ssrc};
+    use crate::store::json as bytes;
+
+    /// A Janus of one room that begins to send only when nobody waits for its answer any more, the first time.
+    #[derive(Default)]
+    struct Late {
+        room: Value,
+        forwarders: Vec<Value>,
+        asked: u64,
+        /// That is done.
+        is_done: bool,
+    }
+
+    async fn admin(State(late): State<Arc<Mutex<Late>>>, Json(asked): Json<Value>) -> Json<Value> {
+        let request = asked["request"].clone();
+        let answer = match request["request"].as_str().unwrap() {
+            "list" => {
+                let room = late.lock().room.clone();
+                json!({ "list": if room.is_null() { vec![] } else { vec![room] } })
+            }
+            "create" => {
+                late.lock().room = request;
+                json!({})
+            }
+            "listforwarders" if late.lock().room.is_null() => json!({ "error_code": 485 }),
+            "listforwarders" => json!({ "rtp_forwarders": late.lock().forwarders }),
+            "stop_rtp_forward" => {
+                let mut late = late.lock();
+                late.forwarders.retain(|it| it["stream_id"] != request["stream_id"]);
+                json!({})
+            }
+            "rtp_forward" => {
+                late.lock().asked += 1;
+                let number = late.lock().asked;
+                // Who asked may be gone; it is done nevertheless.
+                let doing = tokio::spawn(async move {
+                    if number == 1 {
+                        while late.lock().asked == 1 {
+                            sleep(Duration::from_millis(20)).await;
+                        }
+                        sleep(LOOK / 2).await;
+                    }
+                    let mut late = late.lock();
+                    late.is_done |= number == 1;
+                    late.forwarders.push(json!({
+                        "stream_id": number, "ip": request["host"], "port": request["port"],
+                        "ssrc": request["ssrc"], "always_on": true,
+                    }));
+                });
+                doing.await.unwrap();
+                json!({})
+            }
+            other => panic!("{other}"),
+        };
+        Json(json!({ "janus": "success", "response": answer }))
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_forwarder_that_comes_late_beside_the_one_asked_for_again_is_ended() {
+        let late = Arc::new(Mutex::new(Late::default()));
+        let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let url = format!("http://{}/admin", listener.local_addr().unwrap());
+        let router = Router::new().route("/admin", post(admin)).with_state(Arc::clone(&late));
+        tokio::spawn(async { axum::serve(listener, router).await });
+
+        let folder = tempfile::tempdir().unwrap();
+        let embedded = Embedded::open(folder.path()).await.unwrap();
+        let store: Cluster = embedded.etcd.parse().unwrap();
+        let meta = LiveMeta { status: Status::OnAir, ..LiveMeta::new(None, 0) };
+        let meta = meta.assign(Kind::Janus, "j1").assign(Kind::Mixer, "m1");
+        let (generation, ssrc) = (meta.generation, ssrc("r", meta.generation));
+        let (mixer_id, host, run) = ("m1".to_owned(), Ipv4Addr::LOCALHOST, String::new());
+        let at = MixerAt { mixer_id, host, port: 42000, ssrc, generation, run };
+        store.put(room_key("r", "livemeta"), bytes(&meta)).await.unwrap();
+        store.put(room_key("r", "mixer"), bytes(&at)).await.unwrap();
+
+        let presence = Presence::start(store.clone(), Kind::Janus, "j1", None);
+        let manager = Manager {
+            me: "j1".to_owned(),
+            store: store.clone(),
+            bridge: Bridge::new(&url, "s", "k"),
+            rooms: Mutex::default(),
+            unanswered: Mutex::default(),
+            voice: presence.voice(),
+            beat: heartbeat(url, 1),
+        };
+        // Nothing is looked at again just because time passes.
+        let watching = Watcher::new(ROOMS)
+            .key_types(["livemeta", "mixer", "janus"])
+            .start(store, Rooms(Arc::new(manager)));
+        let one_is_left = async {
+            loop {
+                let is_so = {
+                    let late = late.lock();
+                    late.is_done && late.forwarders.len() == 1
+                };
+                if is_so {
+                    return;
+                }
+                sleep(Duration::from_millis(20)).await;
+            }
+        };
+        testing::soon("one is left", one_is_left).await;
+        assert_eq!(late.lock().asked, 2);
+        watching.stop(GRACE).await;
+        embedded.close().await;
     }
 }

@@ -24,11 +24,11 @@ use vedetta::runtime::watcher::{BoxError, Id, Wanted};
 use vedetta::runtime::{Next, Reconcile, Watcher, Watching};
 
 use crate::leftovers::{Media, kill_leftovers};
-use crate::model::{Kind, MixerAt, ROOMS, Room, ssrc};
+use crate::model::{Kind, LiveMeta, MixerAt, ROOMS, Room, Status, room_key, ssrc};
 use crate::ports::{Pool, Ports};
 use crate::presence::{Presence, Voice, heartbeat, mark_ready};
 use crate::programs::find;
-use crate::store::{publish, withdraw};
+use crate::store::{StoreError, get, publish, withdraw};
 use crate::stream::{Announce, Codec, Making, Stream};
 
 /// How long the store may take to answer at the start.
@@ -318,19 +318,83 @@ impl Reconcile for Rooms {
     }
 }
 
+/// Removes the folder of a room that is gone, as the store says now: mixers may share the folder, and another one
+/// may have begun to stream a room there that we do not know of yet.
 async fn remove_folder(mixer: &Mixer, room: &str) -> Result<(), BoxError> {
+    match get::<LiveMeta>(&mixer.store, &room_key(room, "livemeta")).await {
+        Ok(None) => {}
+        Ok(Some((meta, _))) if meta.status == Status::Removing => {}
+        Ok(Some(_)) | Err(StoreError::Nonsense(..)) => return Ok(()),
+        Err(error) => return Err(error.into()),
+    }
     let (media, room) = (Arc::clone(&mixer.media), room.to_owned());
     Ok(tokio::task::spawn_blocking(move || media.remove(&room)).await??)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
     use std::pin::pin;
 
     use super::*;
     use crate::demo::Embedded;
-    use crate::model::{LiveMeta, Status, room_key};
-    use crate::store::{get, json};
+    use crate::store::json;
+    use crate::stream::MARKER;
+
+    fn mixer(store: &Cluster, media: &Path, there: watch::Receiver<bool>) -> Arc<Mixer> {
+        let presence = Presence::start(store.clone(), Kind::Mixer, "m1", None);
+        let host = Ipv4Addr::LOCALHOST;
+        let making = Making {
+            ffmpeg: "ffmpeg".into(),
+            owner: "test".into(),
+            host,
+            pool: Pool::new(host, "42000-42003".parse().unwrap()),
+            codec: Codec::Aac,
+        };
+        Arc::new(Mixer {
+            me: "m1".to_owned(),
+            run: "this".to_owned(),
+            there,
+            store: store.clone(),
+            media: Arc::new(Media::open(media, "m1").unwrap()),
+            making,
+            streams: Mutex::default(),
+            voice: presence.voice(),
+        })
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn the_folder_of_a_room_that_another_mixer_has_begun_meanwhile_is_not_an_orphan() {
+        let folder = tempfile::tempdir().unwrap();
+        let embedded = Embedded::open(&folder.path().join("store")).await.unwrap();
+        let store: Cluster = embedded.etcd.parse().unwrap();
+        let media = folder.path().join("media");
+        let mixer = mixer(&store, &media, watch::channel(true).1);
+        let watching = Watcher::new(ROOMS)
+            .key_types(["livemeta", "mixer"])
+            .start(store.clone(), Rooms(Arc::clone(&mixer)));
+        watching.ready(START).await.unwrap();
+        let (known, rooms) = (watching.all(), Rooms(mixer));
+        watching.stop(GRACE).await;
+        let of_another = LiveMeta { status: Status::OnAir, ..LiveMeta::new(None, 0) };
+        let of_another = of_another.assign(Kind::Mixer, "m2");
+        store.put(room_key("new", "livemeta"), json(&of_another)).await.unwrap();
+        store.put(room_key("odd", "livemeta"), "?").await.unwrap();
+        let leaving = of_another.removing(1);
+        store.put(room_key("leaving", "livemeta"), json(&leaving)).await.unwrap();
+        for room in ["new", "odd", "leaving", "orphan"] {
+            std::fs::create_dir_all(media.join(room)).unwrap();
+            std::fs::write(media.join(room).join(MARKER), "").unwrap();
+        }
+        // What it knows is older than all of them.
+        rooms.rebuild(&known).await.unwrap();
+        let left = |room: &&str| media.join(room).exists();
+        let left: Vec<_> = ["new", "odd", "leaving", "orphan"].into_iter().filter(left).collect();
+        assert_eq!(left, ["new", "odd"]);
+        rooms.reconcile(&Id::new("new"), None).await.unwrap();
+        assert!(media.join("new").exists(), "it is there again, which will be told");
+        embedded.close().await;
+    }
 
     #[tokio::test(flavor = "multi_thread")]
     async fn of_two_processes_of_an_id_the_one_that_has_it_says_where_and_the_other_removes_nothing()
@@ -341,26 +405,8 @@ mod tests {
         let meta = LiveMeta { status: Status::OnAir, ..LiveMeta::new(None, 0) };
         let meta = meta.assign(Kind::Mixer, "m1");
         store.put(room_key("r", "livemeta"), json(&meta)).await.unwrap();
-        let presence = Presence::start(store.clone(), Kind::Mixer, "m1", None);
         let (has_id, there) = watch::channel(false);
-        let host = Ipv4Addr::LOCALHOST;
-        let making = Making {
-            ffmpeg: "ffmpeg".into(),
-            owner: "test".into(),
-            host,
-            pool: Pool::new(host, "42000-42003".parse().unwrap()),
-            codec: Codec::Aac,
-        };
-        let mixer = Arc::new(Mixer {
-            me: "m1".to_owned(),
-            run: "this".to_owned(),
-            there,
-            store: store.clone(),
-            media: Arc::new(Media::open(&folder.path().join("media"), "m1").unwrap()),
-            making,
-            streams: Mutex::default(),
-            voice: presence.voice(),
-        });
+        let mixer = mixer(&store, &folder.path().join("media"), there);
         let (ours, me) = (mixer.at("r", 1, 42000), (Kind::Mixer, "m1"));
         let other = MixerAt { run: "other".to_owned(), ..mixer.at("r", 1, 42002) };
         let said = async || {

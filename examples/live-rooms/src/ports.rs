@@ -129,16 +129,26 @@ async fn is_free(host: Ipv4Addr, port: u16) -> io::Result<bool> {
     Ok(heard.is_err())
 }
 
+/// Whether somebody listens on a port.
+pub fn is_bound(port: u16) -> bool {
+    let Ok(table) = std::fs::read_to_string("/proc/net/udp") else { return true }; // it cannot be known
+    let local = |line: &str| {
+        let address = line.split_whitespace().nth(1)?;
+        u16::from_str_radix(address.split_once(':')?.1, 16).ok()
+    };
+    table.lines().skip(1).filter_map(local).any(|bound| bound == port)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     const HOST: Ipv4Addr = Ipv4Addr::LOCALHOST;
 
-    /// Pairs that were free a moment ago. Tests of other processes may take some: so these are many more
+    /// Pairs that nobody is given by the system. Tests of other processes may take some: so these are many more
     /// than a test needs.
     fn pool() -> Pool {
-        let first = 20_000 + fastrand::u16(..100) * 200;
+        let first = 8_000 + fastrand::u16(..10) * 200;
         Pool::new(HOST, Ports(first..=first + 199))
     }
 
@@ -169,13 +179,23 @@ mod tests {
 
     #[tokio::test]
     async fn a_pair_of_which_somebody_has_one_or_sends_to_one_is_not_lent() {
-        let first = pool().take().await.unwrap().number();
-        let pool = Pool::new(HOST, Ports(first..=first + 1));
-        for taken in [first, first + 1] {
-            let held = std::net::UdpSocket::bind((HOST, taken)).unwrap();
-            assert!(pool.take().await.is_none(), "{taken} is not ours");
+        let many = pool();
+        // Between a look and this anybody may take a port.
+        let a_half = async |of: u16| loop {
+            let first = many.take().await.expect("there are many").number();
+            if let Ok(held) = std::net::UdpSocket::bind((HOST, first + of)) {
+                break (first, held);
+            }
+        };
+        for of in [0, 1] {
+            let (first, held) = a_half(of).await;
+            assert!(is_bound(first + of));
+            let pool = Pool::new(HOST, Ports(first..=first + 1));
+            assert!(pool.take().await.is_none(), "{} is not ours", first + of);
             drop(held);
         }
+        let first = many.take().await.unwrap().number();
+        let pool = Pool::new(HOST, Ports(first..=first + 1));
         let sending = tokio::spawn(async move {
             let socket = UdpSocket::bind((HOST, 0)).await.unwrap();
             loop {

@@ -1,7 +1,7 @@
 //! The stream of a room: an FFmpeg from RTP to HLS, begun again whenever it ends or stalls.
 //!
 //! ```text
-//! a port ──► FFmpeg ──► told where it listens ──► fed: it gets on ──► …
+//! a port ──► FFmpeg ──► it listens: told where ──► fed: it gets on ──► …
 //!   ▲          │ ended, or not fed for 5 s: stopped, waited for, its port given back
 //!   └── wait ◄─┘ 0.1 s, 0.2 s … 10 s, and until it is known to be ours
 //! ```
@@ -23,7 +23,7 @@ use tokio_util::sync::CancellationToken;
 use vedetta::core::{Backoff, explain};
 use vedetta::runtime::{Command, Watch};
 
-use crate::ports::{Pool, Port};
+use crate::ports::{Pool, Port, is_bound};
 
 /// One that was fed and gets on no more is stuck.
 const STALLED: Duration = Duration::from_secs(5);
@@ -34,6 +34,8 @@ const WELL: Duration = Duration::from_secs(30);
 /// It is asked to end, once more after the first of these times, and killed after the second: it does not
 /// hear the first time while it waits for a packet.
 const STOP: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(4)];
+/// When to look again whether it listens.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
 /// Nobody listens for so long.
 const LONGEST: Duration = Duration::from_secs(366 * 24 * 3600);
 /// In the environment of every FFmpeg: which mixer it is of.
@@ -101,7 +103,7 @@ impl Stream {
         Self { stop, again, port, task }
     }
 
-    /// Where it takes its packets now.
+    /// Where it takes its packets now; nothing while nobody listens.
     pub fn port(&self) -> Option<u16> {
         *self.port.borrow()
     }
@@ -196,8 +198,12 @@ impl Maker {
         };
         let command = self.command();
         let run = command.run_until(b"", &fed, end);
-        self.port.send_replace(Some(port.number()));
         let tell = async {
+            // What is sent before is lost, and an FFmpeg that cannot even begin is not worth a word.
+            while !is_bound(port.number()) {
+                sleep(LOOK_AGAIN).await;
+            }
+            self.port.send_replace(Some(port.number()));
             loop {
                 announce.announce(port.number()).await;
                 self.again.notified().await;
@@ -388,12 +394,15 @@ mod tests {
     }
 
     fn given(codec: Codec) -> Given {
+        given_with(find("ffmpeg").unwrap(), codec)
+    }
+
+    fn given_with(ffmpeg: PathBuf, codec: Codec) -> Given {
         let folder = tempfile::tempdir().unwrap();
-        let first = 12_000 + fastrand::u16(..200) * 40;
+        let first = 30_000 + fastrand::u16(..69) * 40;
         let ports: Ports = format!("{first}-{}", first + 39).parse().unwrap();
         let pool = Pool::new(HOST, ports);
         let owner = OsString::from(format!("stream-test-{:016x}", fastrand::u64(..)));
-        let ffmpeg = find("ffmpeg").unwrap();
         let making = Making { ffmpeg, owner: owner.clone(), host: HOST, pool: pool.clone(), codec };
         let (told, ports) = watch::channel(Vec::new());
         let (ready, is_ready) = watch::channel(true);
@@ -402,16 +411,27 @@ mod tests {
     }
 
     impl Given {
-        async fn port(&mut self, number: usize) -> u16 {
-            let told = self.ports.wait_for(|ports| ports.len() > number);
-            testing::soon("a port", told).await.unwrap()[number]
+        /// The port told last, after `before` if that was one. Somebody listens there.
+        async fn port(&mut self, before: Option<u16>) -> u16 {
+            let is_new = |ports: &Vec<u16>| ports.last().is_some_and(|port| Some(*port) != before);
+            let told = testing::soon("a port", self.ports.wait_for(is_new)).await.unwrap();
+            let port = *told.last().unwrap();
+            let bound = std::net::UdpSocket::bind((HOST, port));
+            assert!(bound.is_err(), "{port} was told before anybody listens there");
+            port
         }
 
-        /// A segment in which this tone is heard.
-        async fn heard(&self, hertz: u32) -> PathBuf {
+        /// A segment in which this tone is heard. On a busy machine an FFmpeg may not be fed in time: then it
+        /// is sent to the next one.
+        async fn heard(&self, tone: &mut Tone) -> PathBuf {
             let folder = self.folder.path().join("a room");
+            let (hertz, ports) = (tone.hertz, self.ports.clone());
             let heard = async {
                 loop {
+                    let port = ports.borrow().last().copied();
+                    if let Some(port) = port.filter(|port| *port != tone.port) {
+                        *tone = send(hertz, port);
+                    }
                     let list = std::fs::read_to_string(folder.join(PLAYLIST)).unwrap_or_default();
                     let newest = list.lines().rfind(|line| line.contains(".ts"));
                     if let Some(segment) = newest.map(|name| folder.join(name))
@@ -426,10 +446,17 @@ mod tests {
         }
     }
 
-    /// Sends a tone as Janus would, until it is dropped.
-    fn send(hertz: u32, port: u16) -> tokio::process::Child {
+    /// Is sent until it is dropped.
+    struct Tone {
+        hertz: u32,
+        port: u16,
+        _child: tokio::process::Child,
+    }
+
+    /// Sends a tone as Janus would.
+    fn send(hertz: u32, port: u16) -> Tone {
         let source = format!("sine=frequency={hertz}:sample_rate=48000");
-        tokio::process::Command::new("ffmpeg")
+        let child = tokio::process::Command::new("ffmpeg")
             .args([
                 "-v", "error", "-re", "-f", "lavfi", "-i", &source, "-ac", "2", "-c:a", "libopus",
             ])
@@ -439,7 +466,8 @@ mod tests {
             .stdout(Stdio::null())
             .kill_on_drop(true)
             .spawn()
-            .unwrap()
+            .unwrap();
+        Tone { hertz, port, _child: child }
     }
 
     /// How loud a file is around a frequency, by FFmpeg's own measure, in decibels.
@@ -470,9 +498,8 @@ mod tests {
     async fn a_tone_that_is_sent_is_in_the_stream_and_a_stop_leaves_nothing() {
         for codec in [Codec::Aac, Codec::Copy] {
             let mut given = given(codec);
-            let port = given.port(0).await;
-            let _tone = send(440, port);
-            let segment = given.heard(440).await;
+            let mut tone = send(440, given.port(None).await);
+            let segment = given.heard(&mut tone).await;
             let other = loudness(&segment, 2500).await.unwrap();
             assert!(other < -45.0, "{codec:?}: {other} dB");
             assert!(is_running(&given.owner));
@@ -484,33 +511,58 @@ mod tests {
     #[tokio::test]
     async fn an_ffmpeg_that_ends_is_begun_again_on_another_port_and_the_stream_goes_on() {
         let mut given = given(Codec::Aac);
-        let first = given.port(0).await;
-        let tone = send(440, first);
-        given.heard(440).await;
-        let owner = given.owner.clone();
+        let mut tone = send(440, given.port(None).await);
+        given.heard(&mut tone).await;
+        let (owner, first) = (given.owner.clone(), tone.port);
         let killed = tokio::task::spawn_blocking(move || crate::leftovers::kill_leftovers(&owner));
         assert_eq!(killed.await.unwrap().unwrap(), 1);
         drop(tone);
-        let second = given.port(1).await;
-        assert_ne!(first, second);
-        let _tone = send(1000, second);
-        given.heard(1000).await;
+        let mut tone = send(1000, given.port(Some(first)).await);
+        given.heard(&mut tone).await;
         testing::soon("the stop", given.stream.stop()).await;
+        assert!(!is_running(&given.owner) && given.pool.lent() == 0);
+    }
+
+    #[tokio::test]
+    async fn an_ffmpeg_that_cannot_begin_is_tried_again_after_longer_and_longer_waits() {
+        let folder = tempfile::tempdir().unwrap();
+        let (begun, program) = (folder.path().join("begun"), folder.path().join("ffmpeg"));
+        let script = format!("#!/bin/sh\ndate +%s%N >> {}\nexit 1\n", begun.display());
+        std::fs::write(&program, script).unwrap();
+        let executable = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        std::fs::set_permissions(&program, executable).unwrap();
+        let given = given_with(program, Codec::Aac);
+        let times = || {
+            let text = std::fs::read_to_string(&begun).unwrap_or_default();
+            text.lines().map(|line| line.parse::<u64>().unwrap()).collect::<Vec<_>>()
+        };
+        let tried = async {
+            while times().len() < 5 {
+                sleep(Duration::from_millis(50)).await;
+            }
+        };
+        testing::soon("five tries", tried).await;
+        testing::soon("the stop", given.stream.stop()).await;
+        // Each wait is at least what it should be; how much more depends on how busy the machine is.
+        for (pair, least) in times().windows(2).zip([100, 200, 400, 800]) {
+            let waited = Duration::from_nanos(pair[1] - pair[0]);
+            assert!(waited >= Duration::from_millis(least), "{waited:?}, not {least} ms");
+        }
+        assert_eq!(*given.ports.borrow(), [0_u16; 0], "nobody is told where nobody listens");
         assert!(!is_running(&given.owner) && given.pool.lent() == 0);
     }
 
     #[tokio::test]
     async fn a_stop_before_the_first_packet_and_after_the_last_leaves_nothing() {
         let mut given = given(Codec::Aac);
-        let port = given.port(0).await;
-        let tone = send(440, port);
-        given.heard(440).await;
+        let mut tone = send(440, given.port(None).await);
+        given.heard(&mut tone).await;
         drop(tone); // it now waits for a packet, and does not hear the first signal
         testing::soon("the stop", given.stream.stop()).await;
         assert!(!is_running(&given.owner) && given.pool.lent() == 0);
 
         let mut given = self::given(Codec::Aac);
-        given.port(0).await;
+        given.port(None).await;
         testing::soon("the stop", given.stream.stop()).await;
         assert!(!is_running(&given.owner) && given.pool.lent() == 0);
     }
@@ -541,10 +593,10 @@ mod tests {
     #[tokio::test]
     async fn what_is_no_longer_fed_is_begun_again_elsewhere_once_that_can_be_told() {
         let mut given = given(Codec::Aac);
-        let first = given.port(0).await;
-        let tone = send(440, first);
-        given.heard(440).await;
+        let mut tone = send(440, given.port(None).await);
+        given.heard(&mut tone).await;
         given.ready.send_replace(false);
+        let (first, told) = (tone.port, given.ports.borrow().len());
         drop(tone);
         let ended = async {
             while given.pool.lent() > 0 || is_running(&given.owner) {
@@ -552,14 +604,12 @@ mod tests {
             }
         };
         testing::soon("it ends", ended).await;
-        let again = given.ports.wait_for(|ports| ports.len() > 1);
+        let again = given.ports.wait_for(|ports| ports.len() > told);
         let is_again = tokio::time::timeout(Duration::from_secs(1), again).await.is_ok();
         assert!(!is_again, "it is not known that it should be");
         given.ready.send_replace(true);
-        let second = given.port(1).await;
-        assert_ne!(first, second);
-        let _tone = send(1000, second);
-        given.heard(1000).await;
+        let mut tone = send(1000, given.port(Some(first)).await);
+        given.heard(&mut tone).await;
         testing::soon("the stop", given.stream.stop()).await;
         assert!(!is_running(&given.owner) && given.pool.lent() == 0);
         assert!(!given.folder.path().join("a room/room-7.sdp").exists());

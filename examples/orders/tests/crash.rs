@@ -236,7 +236,7 @@ async fn lose_nothing_on_postgresql(spread: &str) {
     assert!(place(folders[0].path(), Some(&url), ORDERS));
 
     let goes_on = Arc::new(());
-    let placing = std::thread::spawn({
+    let placing = tokio::task::spawn_blocking({
         let (goes_on, url, data) = (Arc::downgrade(&goes_on), url.clone(), tempfile::tempdir());
         move || {
             let (data, mut placed) = (data.unwrap(), Placed::default());
@@ -283,7 +283,9 @@ async fn lose_nothing_on_postgresql(spread: &str) {
         }
     }
     drop(goes_on);
-    let placed = placing.join().unwrap();
+    // Not by blocking: the proxy runs on this thread, too. Held up, it would not pass on that a worker that it
+    // served was killed, and what that one has locked the last `place` would wait for without end.
+    let placed = placing.await.unwrap();
     // One that came while the server was away has ended: that is an error at the start.
     for (n, worker) in workers.iter_mut().enumerate() {
         if worker.0.try_wait().unwrap().is_some() {

@@ -4,7 +4,7 @@
 //! followed in memory by the real one:
 //!
 //! ```text
-//! szOsFile:  │ methods │ device │ node │ owes_directory │ told │ real file ... │
+//! szOsFile:  │ methods │ device │ node │ owes_directory │ is_database │ told │ real file ... │
 //! ```
 //!
 //! The safety of all of it rests on SQLite's side of the contract:
@@ -116,6 +116,8 @@ struct File {
     node: Option<Node>,
     /// Whether the next sync includes the directory, see the promises of the [parent module](super).
     owes_directory: AtomicBool,
+    /// Neither a log nor a journal.
+    is_database: bool,
     /// How many failed syncs this handle was told of.
     told: AtomicU64,
 }
@@ -261,6 +263,7 @@ unsafe extern "C" fn open(
                 owes_directory: AtomicBool::new(
                     flags & ffi::SQLITE_OPEN_CREATE != 0 && flags & JOURNALS != 0,
                 ),
+                is_database: flags & ffi::SQLITE_OPEN_MAIN_DB != 0,
                 told: AtomicU64::new(node.map_or(0, |node| device.failed_syncs(node))),
             };
             // SAFETY: contract 2.
@@ -368,7 +371,8 @@ unsafe extern "C" fn read(
     offset: sqlite3_int64,
 ) -> c_int {
     // SAFETY: contract 3.
-    if unsafe { ours(file) }.device.crashed() {
+    let ours = unsafe { ours(file) };
+    if ours.device.crashed() || ours.node.is_some() && ours.device.reads.fails() {
         return ffi::SQLITE_IOERR_READ;
     }
     real_file!(file, xRead(out, length, offset), ffi::SQLITE_IOERR_READ)
@@ -386,6 +390,9 @@ unsafe extern "C" fn write(
     // SAFETY: contract 4.
     let bytes = unsafe { std::slice::from_raw_parts(data.cast::<u8>(), unsigned(length)) };
     let offset = unsigned(offset);
+    if ours.is_database {
+        ours.device.note_writer();
+    }
     change(ours, ffi::SQLITE_IOERR_WRITE, |node| Operation::Write { node, offset, bytes }, real)
 }
 

@@ -1,7 +1,7 @@
 //! `vedetta doctor`.
 
 use std::fs::{self, OpenOptions};
-use std::io::{Seek as _, SeekFrom, Write as _};
+use std::io::{BufRead as _, BufReader, Seek as _, SeekFrom, Write as _};
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -167,6 +167,41 @@ fn a_port_held_by_another_program_is_broken() {
     assert_eq!(doctor(&["--http", &address.to_string()], free).code, 1);
     let beyond = doctor(&["--http", "192.0.2.1:7070"], free);
     assert!(beyond.code == 2 && beyond.err.contains("people must sign in"), "{beyond:?}");
+}
+
+/// Answers every request as an etcd does that is asked for its version.
+fn answer_as_etcd(listener: &TcpListener) {
+    for stream in listener.incoming().map_while(Result::ok) {
+        let body = r#"{"etcdserver":"3.4.23","etcdcluster":"3.4.0"}"#;
+        let head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close";
+        let mut request = BufReader::new(&stream);
+        let mut line = String::new();
+        while request.read_line(&mut line).is_ok_and(|_| !line.trim().is_empty()) {
+            line.clear();
+        }
+        let _ = write!(&stream, "{head}\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+    }
+}
+
+#[test]
+fn an_etcd_on_our_port_is_not_taken_for_ours() {
+    let folder = temp();
+    let server = Server::start(folder.path());
+    let etcd = TcpListener::bind("127.0.0.1:0").unwrap();
+    let theirs = etcd.local_addr().unwrap().to_string();
+    std::thread::spawn(move || answer_as_etcd(&etcd));
+    let ours = server.etcd.strip_prefix("http://").unwrap().to_owned();
+    let doctor = |folder: &Path, etcd: &str| {
+        run(folder, &["doctor", "--http", "127.0.0.1:0", "--etcd", etcd])
+    };
+    let beside = doctor(folder.path(), &theirs);
+    assert!(beside.code == 1 && beside.out.contains("choose another with --etcd"), "{beside:?}");
+    let fine = doctor(folder.path(), &ours);
+    assert!(fine.code == 0 && fine.out.contains(&format!("a Vedetta serves {ours}")), "{fine:?}");
+    let elsewhere = temp();
+    let other = doctor(elsewhere.path(), &ours);
+    assert!(other.code == 1 && other.out.contains("a Vedetta on another folder"), "{other:?}");
+    server.stop();
 }
 
 #[test]

@@ -6,6 +6,7 @@ mod clocks;
 mod doctor;
 mod handler;
 mod job;
+mod killed;
 mod kv;
 mod stage;
 mod support;

@@ -101,10 +101,15 @@ fn a_taken_port_is_refused_and_nothing_is_made() {
     let folder = temp();
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
-    let refused = run(folder.path(), &["up", "--http", &address]);
-    assert_eq!(refused.code, 1, "{refused:?}");
-    assert!(refused.err.contains(&address) && refused.err.contains("--http"), "{refused:?}");
-    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    for (flag, args) in [
+        ("--http", &["up", "--http", &address][..]),
+        ("--etcd", &["up", "--http", "127.0.0.1:0", "--etcd", &address]),
+    ] {
+        let refused = run(folder.path(), args);
+        assert_eq!((refused.code, refused.out.as_str()), (1, ""), "{refused:?}");
+        assert!(refused.err.contains(&address) && refused.err.contains(flag), "{refused:?}");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
 }
 
 #[test]

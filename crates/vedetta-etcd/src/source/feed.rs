@@ -12,6 +12,7 @@ use tonic::{Status, Streaming};
 use vedetta_core::{Change, Changes, Feed, KeyRange, Revision, SourceError};
 
 use super::line::Line;
+use super::proto::etcdserverpb::range_request::{SortOrder, SortTarget};
 use super::proto::etcdserverpb::watch_client::WatchClient;
 use super::proto::etcdserverpb::watch_request::RequestUnion;
 use super::proto::etcdserverpb::{
@@ -28,6 +29,7 @@ pub struct ClusterFeed {
     requests: mpsc::Sender<WatchRequest>,
     answers: Streaming<WatchResponse>,
     order: Order,
+    owed: Revision,
     silence: Silence,
 }
 
@@ -62,10 +64,21 @@ impl ClusterFeed {
     ) -> Result<(Self, Revision), SourceError> {
         let (key, range_end) = on_the_wire(range);
         // A watch is opened by the node as far as it has come. This makes one that lags behind catch up
-        // first, so that it is not taken for a source that went back.
-        let ask = RangeRequest { key: key.clone(), keys_only: true, ..Default::default() };
-        let stands = line.range(ask).await.map_err(|status| line.lost(&status))?;
-        let stands = stands.header.map_or(0, |header| header.revision);
+        // first, so that it is not taken for a source that went back. And the newest key tells what the watch
+        // has to bring: etcd does not say when it has brought what was there.
+        let newest = RangeRequest {
+            key: key.clone(),
+            range_end: range_end.clone(),
+            min_mod_revision: from.0.cast_signed(),
+            sort_target: SortTarget::Mod.into(),
+            sort_order: SortOrder::Descend.into(),
+            limit: 1,
+            keys_only: true,
+            ..Default::default()
+        };
+        let newest = line.range(newest).await.map_err(|status| line.lost(&status))?;
+        let stands = newest.header.map_or(0, |header| header.revision);
+        let owed = newest.kvs.first().map_or(0, |newest| newest.mod_revision);
 
         let create = WatchCreateRequest {
             key,
@@ -95,7 +108,8 @@ impl ClusterFeed {
         let stands = stands.max(created.header.map_or(0, |header| header.revision));
         let silence = Silence::begins(line.patience());
         let order = Order { id: created.watch_id, next: from, held: Vec::new() };
-        let feed = Self { line, turn, requests, answers, order, silence };
+        let owed = Revision(owed.cast_unsigned());
+        let feed = Self { line, turn, requests, answers, order, owed, silence };
         Ok((feed, Revision(stands.cast_unsigned())))
     }
 
@@ -162,6 +176,10 @@ impl Order {
 }
 
 impl Feed for ClusterFeed {
+    fn owed(&self) -> Revision {
+        self.owed
+    }
+
     async fn next(&mut self) -> Result<Changes, SourceError> {
         let read = self.read().await;
         read.inspect_err(|error| self.turn.failed(&self.line, error))

@@ -16,49 +16,74 @@ use super::status::{self, invalid};
 use super::wire::KeyValue;
 use super::{Api, REQUEST_BYTES, key_range, revision};
 
+impl Api {
+    pub(super) async fn range_now(
+        &self,
+        request: proto::RangeRequest,
+    ) -> Result<proto::RangeResponse, Status> {
+        let ranged = self.store().range(to_range(request)?).await.map_err(status::of)?;
+        let header = self.header(ranged.revision);
+        Ok(from_ranged(ranged, header))
+    }
+
+    pub(super) async fn put_now(
+        &self,
+        request: proto::PutRequest,
+    ) -> Result<proto::PutResponse, Status> {
+        check_size(request.encoded_len())?;
+        let done = self.store().put(to_put(request)?).await.map_err(status::of)?;
+        let header = self.header(done.revision);
+        Ok(from_put(done, header))
+    }
+
+    pub(super) async fn delete_now(
+        &self,
+        request: proto::DeleteRangeRequest,
+    ) -> Result<proto::DeleteRangeResponse, Status> {
+        let deleted = self.store().delete(to_delete(request)?).await.map_err(status::of)?;
+        let header = self.header(deleted.revision);
+        Ok(from_deleted(deleted, header))
+    }
+
+    pub(super) async fn txn_now(
+        &self,
+        request: proto::TxnRequest,
+    ) -> Result<proto::TxnResponse, Status> {
+        check_size(request.encoded_len())?;
+        let done = self.store().txn(to_txn(request)?).await.map_err(status::of)?;
+        let header = self.header(done.revision);
+        Ok(from_txn(done, header))
+    }
+}
+
 #[tonic::async_trait]
 impl Kv for Api {
     async fn range(
         &self,
         request: Request<proto::RangeRequest>,
     ) -> Result<Response<proto::RangeResponse>, Status> {
-        let range = to_range(request.into_inner())?;
-        let ranged = self.store().range(range).await.map_err(status::of)?;
-        let header = self.header(ranged.revision);
-        Ok(Response::new(from_ranged(ranged, header)))
+        self.range_now(request.into_inner()).await.map(Response::new)
     }
 
     async fn put(
         &self,
         request: Request<proto::PutRequest>,
     ) -> Result<Response<proto::PutResponse>, Status> {
-        let request = request.into_inner();
-        check_size(request.encoded_len())?;
-        let put = to_put(request)?;
-        let done = self.store().put(put).await.map_err(status::of)?;
-        let header = self.header(done.revision);
-        Ok(Response::new(from_put(done, header)))
+        self.put_now(request.into_inner()).await.map(Response::new)
     }
 
     async fn delete_range(
         &self,
         request: Request<proto::DeleteRangeRequest>,
     ) -> Result<Response<proto::DeleteRangeResponse>, Status> {
-        let delete = to_delete(request.into_inner())?;
-        let deleted = self.store().delete(delete).await.map_err(status::of)?;
-        let header = self.header(deleted.revision);
-        Ok(Response::new(from_deleted(deleted, header)))
+        self.delete_now(request.into_inner()).await.map(Response::new)
     }
 
     async fn txn(
         &self,
         request: Request<proto::TxnRequest>,
     ) -> Result<Response<proto::TxnResponse>, Status> {
-        let request = request.into_inner();
-        check_size(request.encoded_len())?;
-        let done = self.store().txn(to_txn(request)?).await.map_err(status::of)?;
-        let header = self.header(done.revision);
-        Ok(Response::new(from_txn(done, header)))
+        self.txn_now(request.into_inner()).await.map(Response::new)
     }
 
     async fn compact(

@@ -226,7 +226,7 @@ impl Desk {
             tell(client, &names, Woken::More, self.ours)
         )?;
         if enqueued.is_some() {
-            names.iter().for_each(|name| self.bells.ring(name, Woken::More));
+            names.iter().for_each(|name| self.bells.ring(&**name, Woken::More));
         }
         Ok(enqueued)
     }

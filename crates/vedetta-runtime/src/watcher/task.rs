@@ -54,7 +54,7 @@ type Link<F> = Pin<Box<dyn Future<Output = Heard<F>> + Send>>;
 /// How far the comparison with reality is. Nothing is reconciled until it is done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Rebuild {
-    /// There is a list to come, or a feed.
+    /// There is a list to come, or a feed, or what it owes.
     NotYet,
     /// As soon as nothing runs.
     Due,
@@ -257,10 +257,11 @@ impl<S: Source, R: Reconcile> Task<S, R> {
 
     /// Takes in what came of a step. How many changes that were.
     fn heard(&mut self, heard: Heard<S::Feed>) -> usize {
+        let mut taken_in = 0;
         let turn = match heard {
             Heard::Waited => {
                 self.follow.waited();
-                return 0;
+                Turn::Going
             }
             Heard::Page(Ok(page)) => {
                 let last = page.entries.last().filter(|_| page.more).map(|entry| entry.key.clone());
@@ -268,6 +269,7 @@ impl<S: Source, R: Reconcile> Task<S, R> {
                 self.follow.page(page.revision, last.as_deref())
             }
             Heard::Opened(Ok((feed, revision))) => {
+                let owed = feed.owed();
                 self.feed = Some(feed);
                 if revision < self.follow.seen() {
                     let seen = self.follow.seen();
@@ -275,13 +277,13 @@ impl<S: Source, R: Reconcile> Task<S, R> {
                     self.shared.tell(|| WatcherEvent::WentBack { seen, revision });
                     self.another = true;
                 }
-                self.follow.opened(revision, self.runner.now(), fastrand::f64())
+                self.follow.opened(revision, owed, self.runner.now(), fastrand::f64())
             }
             Heard::Read(feed, Ok(changes)) => {
                 self.feed = Some(feed);
-                self.follow.read(changes.revision);
                 self.apply(&changes);
-                return changes.changes.len();
+                taken_in = changes.changes.len();
+                self.follow.read(changes.revision)
             }
             Heard::Page(Err(error)) | Heard::Opened(Err(error)) | Heard::Read(_, Err(error)) => {
                 self.lost(error)
@@ -291,12 +293,14 @@ impl<S: Source, R: Reconcile> Task<S, R> {
             Turn::Going => {}
             Turn::Again => self.listing.clear(),
             Turn::Listed(revision) => self.listed(revision),
+            // A rebuild now would take what was begun meanwhile for an orphan, and a run what was not looked at.
+            Turn::CatchingUp => self.rebuild = Rebuild::NotYet,
             Turn::Open => {
                 self.rebuild = Rebuild::Due;
                 self.rebuild_tries = Tries::default();
             }
         }
-        0
+        taken_in
     }
 
     fn lost(&mut self, error: SourceError) -> Turn {

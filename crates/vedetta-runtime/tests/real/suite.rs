@@ -224,6 +224,9 @@ async fn changes_wait_for_the_rebuild_after_a_reconnect<L: Place>(place: &L) {
         assert_eq!(stage.get("a"), Some(room(round, None)));
         let deeds = stage.reality.deeds();
         assert!(deeds.iter().all(|deed| matches!(deed, Deed::Rebuild(_))), "{deeds:?}");
+        // Already the rebuild knew what had changed.
+        let Some(Deed::Rebuild(known)) = deeds.first() else { unreachable!() };
+        assert_eq!(known.get(&b"a"[..]), Some(&room(round, None)), "{deeds:?}");
         stage.reality.gate(true);
         stage.settles().await;
     }

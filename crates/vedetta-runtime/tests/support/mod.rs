@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use parking_lot::Mutex;
@@ -35,6 +36,10 @@ struct State {
     compact_after_pages: Option<usize>,
     /// Makes answers late and feeds come in pieces.
     whims: Option<fastrand::Rng>,
+    /// Every revision takes a feed so long.
+    slow: Duration,
+    /// When feeds were opened, and what each owed.
+    opened: Vec<(Instant, Revision)>,
     delivered: Vec<(Instant, Bytes)>,
 }
 
@@ -50,6 +55,8 @@ impl World {
             lists: 0,
             compact_after_pages: None,
             whims: None,
+            slow: Duration::ZERO,
+            opened: Vec::new(),
             delivered: Vec::new(),
         };
         Self(Arc::new(Inner { state: Mutex::new(state), moved: watch::Sender::new(0) }))
@@ -62,10 +69,20 @@ impl World {
         world
     }
 
+    /// Every revision takes a feed so long from now on.
+    pub(crate) fn slow(&self, each: Duration) {
+        self.0.state.lock().slow = each;
+    }
+
+    /// When feeds were opened, and the last change that had happened then.
+    pub(crate) fn opened(&self) -> Vec<(Instant, Revision)> {
+        self.0.state.lock().opened.clone()
+    }
+
     async fn dawdle(&self) {
         let nap = self.0.state.lock().whims.as_mut().map_or(0, |rng| rng.u64(0..60));
         if nap > 0 {
-            tokio::time::sleep(std::time::Duration::from_millis(nap)).await;
+            tokio::time::sleep(Duration::from_millis(nap)).await;
         }
     }
 
@@ -208,15 +225,18 @@ impl Source for World {
         from: Revision,
     ) -> Result<(WorldFeed, Revision), SourceError> {
         self.dawdle().await;
-        let state = self.0.state.lock();
+        let mut state = self.0.state.lock();
         if state.down {
             return Err(SourceError::lost("the world is down"));
         }
         if from < state.oldest {
             return Err(SourceError::Compacted { asked: from });
         }
-        let moved = self.0.moved.subscribe();
-        let feed = WorldFeed { world: self.clone(), moved, range, next: from, line: state.line };
+        let newest = state.history.iter().rfind(|change| range.contains(&change.key));
+        let owed = newest.map(|change| change.revision).unwrap_or_default();
+        state.opened.push((Instant::now(), owed));
+        let (world, moved, line) = (self.clone(), self.0.moved.subscribe(), state.line);
+        let feed = WorldFeed { world, moved, range, next: from, line, owed };
         Ok((feed, state.revision))
     }
 }
@@ -227,18 +247,34 @@ pub(crate) struct WorldFeed {
     range: KeyRange,
     next: Revision,
     line: u64,
+    owed: Revision,
 }
 
 impl Feed for WorldFeed {
+    fn owed(&self) -> Revision {
+        self.owed
+    }
+
     async fn next(&mut self) -> Result<Changes, SourceError> {
         loop {
             self.moved.mark_unchanged();
+            let (slow, is_owing) = {
+                let state = self.world.0.state.lock();
+                (state.slow, self.next <= state.revision)
+            };
+            if is_owing {
+                self.world.dawdle().await;
+                if slow > Duration::ZERO {
+                    tokio::time::sleep(slow).await;
+                }
+            }
             {
                 let mut state = self.world.0.state.lock();
                 if state.line != self.line {
                     return Err(SourceError::lost("the line was cut"));
                 }
-                let most = state.whims.as_mut().map_or(u64::MAX, |rng| rng.u64(1..4));
+                let whole = if slow > Duration::ZERO { 1 } else { u64::MAX };
+                let most = state.whims.as_mut().map_or(whole, |rng| rng.u64(1..4));
                 let last = state.revision.min(Revision(self.next.0.saturating_add(most - 1)));
                 let new =
                     state.history.iter().filter(|c| c.revision >= self.next && c.revision <= last);

@@ -9,8 +9,8 @@ use vedetta_core::Backoff;
 use vedetta_stage::{BoxError, Fate, Record, Records as _, SYSTEM, Version, Visit, Which};
 
 use super::{
-    Ask, HOUR, ORDERS, Order, OrderId, Step, UNREADABLE, UNWRITABLE, World, about, eventually,
-    held, status,
+    Ask, HOUR, IS_MUTED, MUTE, ORDERS, Order, OrderId, Step, UNIQUE, UNREADABLE, UNWRITABLE, World,
+    about, eventually, held, status,
 };
 
 const STAGE: &str = "packing";
@@ -139,6 +139,26 @@ pub async fn a_table_that_panics_when_it_reads_harms_that_record_only<W: World>(
     for id in 2..=9 {
         eventually("the others are packed", async || world.get(id).await.state == "packed").await;
     }
+}
+
+pub async fn an_entity_that_panics_when_it_is_cloned_harms_its_own_record_only<W: World>() {
+    let world = nine_orders::<W>().await;
+    let single_out = |order: Order| async { Ok(Visit::updated(order.marked(UNIQUE))) };
+    let _processing = world.process([packing(single_out)]).await;
+    only_the_first_is_harmed(&world, "it panicked: there is but one").await;
+}
+
+pub async fn an_id_that_panics_when_it_is_written_harms_its_own_record_only<W: World>() {
+    let world = nine_orders::<W>().await;
+    world.order(MUTE).await;
+    IS_MUTED.store(true, Ordering::Relaxed);
+    let _processing = world.process([Step::new(STAGE).when("new").makes("packed")]).await;
+    for id in 1..=9 {
+        eventually("the others are packed", async || world.get(id).await.state == "packed").await;
+    }
+    IS_MUTED.store(false, Ordering::Relaxed);
+    world.rests().await;
+    assert_eq!(world.get(MUTE).await.state, "packed");
 }
 
 pub async fn an_id_that_cannot_be_read_harms_its_own_record_only<W: World>() {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 use vedetta_core::RunEvent;
-use vedetta_stage::{Backend as _, Records as _, SYSTEM, Version, Visit};
+use vedetta_stage::{Backend as _, Records as _, SYSTEM, StageError, Version, Visit};
 
 use super::{
     Ask, HOUR, ORDERS, Order, OrderId, Step, World, about, eventually, held, quick, status,
@@ -121,13 +121,32 @@ pub async fn every_stage_is_asked_and_those_that_want_it_get_it_after_a_random_d
     for stage in ["a", "c"] {
         for id in 1..=30 {
             let record = world.record(stage, id).await.expect("it is wanted");
-            let due_in = record.due_in.unwrap_or_default();
+            let due_in = record.due_in.expect("of two that want it neither begins at once");
             assert!(due_in <= spread, "{record:?}");
             delays.insert(due_in.as_secs() / 3600);
         }
     }
     assert!(delays.len() > 30, "chance decides: {delays:?}");
     assert!(delays.iter().any(|hours| *hours < 5_000) && delays.iter().any(|h| *h >= 5_000));
+}
+
+pub async fn an_order_that_a_single_stage_wants_is_there_at_once_however_long_the_spread<
+    W: World,
+>() {
+    let world = W::new().await;
+    let stages = [("packing", "new"), ("shipping", "packed"), ("billing", "never")];
+    let (mut processor, mut runs) = (world.processor().spread(10_000 * HOUR), Vec::new());
+    for (name, state) in stages {
+        let (step, held) = held(Step::new(name).when(state));
+        processor = processor.stage(step);
+        runs.push(held);
+    }
+    let _processing = processor.start().await.unwrap();
+    world.order(1).await;
+    runs[0].next().await.makes("packed");
+    runs[1].next().await.makes("shipped");
+    world.rests().await;
+    assert_eq!(world.get(1).await.state, "shipped");
 }
 
 pub async fn without_a_spread_a_wanted_stage_is_due_at_once<W: World>() {
@@ -293,6 +312,34 @@ pub async fn an_update_elsewhere_is_heard_of_without_looking<W: World>() {
     assert_eq!(world.get(2).await.version, Version(4));
 }
 
+pub async fn of_two_processors_in_one_process_neither_takes_the_others_wake_up<W: World>() {
+    let world = W::new().await;
+    let mut processing = Vec::new();
+    for shard in [0_u16, 1] {
+        let (_, only) = watch::channel(Arc::<[u16]>::from([shard]));
+        let step = Step::new("packing").when("new").makes("packed");
+        // Nothing is looked at but for a reason.
+        let processor = quick(world.sharded(2)).shards(only).poll(HOUR);
+        processing.push(processor.stage(step).start().await.unwrap());
+    }
+    for round in 0..10 {
+        world.create((0..10).map(|n| Order::new(10 * round + n)).collect()).await.unwrap();
+        world.rests().await;
+    }
+    for one in processing {
+        assert!(status(&one, "packing").pull.flow.done > 0);
+        assert_eq!(one.stop(HOUR).await, 0);
+    }
+}
+
+pub async fn a_processor_that_is_told_of_a_shard_that_there_is_not_is_refused<W: World>() {
+    let world = W::new().await;
+    let (_, shards) = watch::channel(Arc::<[u16]>::from([1_u16, 3]));
+    let refused = quick(world.sharded(2)).shards(shards).start().await.err();
+    let is_told = matches!(refused, Some(StageError::Unshared { shared: 4, divided: 2 }));
+    assert!(is_told, "{refused:?}");
+}
+
 pub async fn a_processor_works_on_the_shards_it_is_told_and_follows_when_they_change<W: World>() {
     let world = W::new().await;
     let lane = world.records().lane(ORDERS, "packing").await.unwrap();
@@ -303,7 +350,7 @@ pub async fn a_processor_works_on_the_shards_it_is_told_and_follows_when_they_ch
         texts.iter().map(|(id, shard)| (id.as_str(), *shard, Duration::ZERO)).collect();
     world.records().enqueue(lane, &visits).await.unwrap();
 
-    let (tell, shards) = watch::channel(Arc::from([1_u16]));
+    let (tell, shards) = watch::channel(Arc::<[u16]>::from([1_u16]));
     let (step, mut runs) = held(Step::new("packing").wants(|_| false));
     let processor = quick(world.sharded(3)).shards(shards).poll(HOUR);
     let processing = processor.stage(step).start().await.unwrap();
@@ -388,8 +435,8 @@ pub async fn processors_that_share_shards_never_run_one_entity_at_once<W: World>
             }
         })
     };
-    let (_, first) = watch::channel(Arc::from([0_u16, 1, 2]));
-    let (_, second) = watch::channel(Arc::from([1_u16, 2, 3]));
+    let (_, first) = watch::channel(Arc::<[u16]>::from([0_u16, 1, 2]));
+    let (_, second) = watch::channel(Arc::<[u16]>::from([1_u16, 2, 3]));
     let processors = [
         quick(world.sharded(4)).shards(first).stage(step()).start().await.unwrap(),
         quick(neighbour.sharded(4)).shards(second).stage(step()).start().await.unwrap(),

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use testing::soon;
 use vedetta_core::queue::{Kept, Settled};
+use vedetta_runtime::Ear;
 use vedetta_stage::{Claim, Claimed, Fate, Lane, Record, Records, Which};
 
 use super::{Ask, HOUR, ORDERS, World, about, ids, lapse};
@@ -539,9 +540,12 @@ pub async fn a_long_error_is_cut_within_no_character_and_ids_may_be_any_text<W: 
 pub async fn who_waits_for_a_queue_is_woken_by_whoever_writes_to_it<W: World>() {
     let world = W::new().await;
     let (queue, neighbour) = (queue(&world).await, queue(&world.neighbour().await).await);
+    // Two who work it, of which neither takes the other's wake-up.
+    let ears = [Ear::default(), Ear::default()];
     let wakes = async || {
-        let woken = world.records().woken(queue.lane);
-        soon("it is woken", woken).await;
+        for ear in &ears {
+            soon("it is woken", world.records().woken(queue.lane, ear)).await;
+        }
     };
     queue.enqueue("order-1", NOW).await;
     wakes().await;

@@ -4,16 +4,24 @@
 //!
 //! `STAGE_SEED` for one seed, `STAGE_SEEDS` for so many: a failure names its own.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use fastrand::Rng;
 use futures_util::future::join_all;
 use parking_lot::Mutex;
-use vedetta_stage::{BoxError, Processing, Records as _, SYSTEM, Visit};
+use vedetta_stage::{BoxError, Processing, Records as _, SYSTEM, Version, Visit, Which};
 
 use super::{Ask, HOUR, Order, Seed, Step, World, eventually, quick, seeds};
+
+/// The last version of each order that the system stage asked about.
+type Asked = Arc<Mutex<HashMap<i64, Version>>>;
+
+/// Nothing waits longer to be tried again: see [`Step::new`].
+const LONGEST_WAIT: Duration = Duration::from_millis(20);
+/// What is due when it is written is so a moment later for who began to look a moment before.
+const MOMENT: Duration = Duration::from_secs(1);
 
 const ORDERS: i64 = 8;
 const WRITERS: usize = 3;
@@ -56,7 +64,7 @@ where
     })
 }
 
-fn stages(rng: &Arc<Mutex<Rng>>) -> [Step; 3] {
+fn stages(rng: &Arc<Mutex<Rng>>, asked: &Asked) -> [Step; 3] {
     let tally = unreliable("tally", rng, |order| {
         let state = tallied(&order);
         Visit::updated(order.is(&state))
@@ -70,16 +78,22 @@ fn stages(rng: &Arc<Mutex<Rng>>) -> [Step; 3] {
         }
     });
     let look = unreliable("look", rng, |_| Visit::untouched());
+    let asked = Arc::clone(asked);
     [
         tally.wants(|order| order.state != tallied(order)),
         sign.wants(|order| !order.marks.contains(&signature(order))),
-        look,
+        look.wants(move |order| {
+            let mut asked = asked.lock();
+            let last = asked.entry(order.id).or_default();
+            *last = order.version.max(*last);
+            true
+        }),
     ]
 }
 
-async fn start<W: World>(world: &W, rng: &Arc<Mutex<Rng>>) -> Processing {
+async fn start<W: World>(world: &W, rng: &Arc<Mutex<Rng>>, asked: &Asked) -> Processing {
     let processor = quick(world.sharded(4)).lease(Duration::from_millis(300));
-    let processor = stages(rng).into_iter().fold(processor, vedetta_stage::Processor::stage);
+    let processor = stages(rng, asked).into_iter().fold(processor, vedetta_stage::Processor::stage);
     processor.start().await.unwrap()
 }
 
@@ -94,7 +108,8 @@ async fn change_at_random<W: World>(world: &W, seed: u64, writer: usize, first: 
     }
 }
 
-/// At no moment is there an order that a stage wants and that nobody will hand to it.
+/// At no moment is there an order that a stage wants and that nobody will hand to it, nor a record that is
+/// not worked on, due, or due soon after a failure.
 async fn look_at_random<W: World>(world: &W, seed: u64) {
     let mut rng = Rng::with_seed(seed * 31 + WRITERS as u64);
     for _ in 0..20 {
@@ -108,6 +123,16 @@ async fn look_at_random<W: World>(world: &W, seed: u64) {
                 assert!(has(SYSTEM) || has(stage), "{stage}: {order:?} is only in {stages:?}");
             }
         }
+        let all = world.records().list(super::ORDERS, &Which::default(), 1000).await.unwrap();
+        assert!(!all.more);
+        for record in all.records {
+            let wait = if record.failures > 0 { LONGEST_WAIT } else { Duration::ZERO };
+            let waits = record.due_in.unwrap_or_default();
+            assert!(
+                !record.is_parked && waits <= wait + MOMENT,
+                "it waits for nothing: {record:?}"
+            );
+        }
         tokio::time::sleep(Duration::from_millis(rng.u64(..8))).await;
     }
 }
@@ -118,9 +143,11 @@ pub async fn whatever_happens_every_order_comes_to_rest_and_no_change_is_lost<W:
     for seed in seeds(8) {
         let told = Seed(seed);
         let rng = Arc::new(Mutex::new(Rng::with_seed(seed)));
+        let asked = Asked::default();
         let first = i64::try_from(seed % 1_000_000).unwrap() * 100;
         world.create((first..first + ORDERS).map(Order::new).collect()).await.unwrap();
-        let mut working = vec![start(&world, &rng).await, start(&neighbour, &rng).await];
+        let mut working =
+            vec![start(&world, &rng, &asked).await, start(&neighbour, &rng, &asked).await];
         let writers = (0..WRITERS).map(|writer| {
             let who = if writer % 2 == 0 { &world } else { &neighbour };
             change_at_random(who, seed, writer, first)
@@ -138,7 +165,7 @@ pub async fn whatever_happens_every_order_comes_to_rest_and_no_change_is_lost<W:
                 } else {
                     drop(one);
                 }
-                working.push(start(&world, &rng).await);
+                working.push(start(&world, &rng, &asked).await);
             }
         };
         tokio::join!(join_all(writers), accidents, look_at_random(&neighbour, seed));
@@ -147,7 +174,8 @@ pub async fn whatever_happens_every_order_comes_to_rest_and_no_change_is_lost<W:
         drop(neighbour);
         world = world.reopened().await;
         neighbour = world.neighbour().await;
-        working.extend([start(&world, &rng).await, start(&neighbour, &rng).await]);
+        working.push(start(&world, &rng, &asked).await);
+        working.push(start(&neighbour, &rng, &asked).await);
 
         eventually("everything is at rest", async || {
             let counts = world.records().counts().await.unwrap();
@@ -160,6 +188,7 @@ pub async fn whatever_happens_every_order_comes_to_rest_and_no_change_is_lost<W:
             let order = world.get(id).await;
             assert_eq!(order.state, tallied(&order), "its last change was seen: {order:?}");
             assert!(order.marks.contains(&signature(&order)), "{order:?}");
+            assert_eq!(asked.lock()[&id], order.version, "the system stage saw every update");
             let once: HashSet<_> = order.marks.iter().collect();
             assert_eq!(once.len(), order.marks.len(), "nothing was done twice: {order:?}");
             found += changes(&order);

@@ -17,6 +17,13 @@ pub(crate) struct Segment {
     pub(crate) ended: SystemTime,
 }
 
+impl Segment {
+    /// How long after `since` it was complete.
+    pub(crate) fn after(&self, since: SystemTime) -> Duration {
+        self.ended.duration_since(since).unwrap_or_default()
+    }
+}
+
 /// What a playlist has, oldest first.
 pub(crate) fn segments(playlist: &Path) -> Vec<Segment> {
     let text = std::fs::read_to_string(playlist).unwrap_or_default();

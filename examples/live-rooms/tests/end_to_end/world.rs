@@ -129,7 +129,7 @@ impl World {
             links,
             processes: BTreeMap::new(),
             api: String::new(),
-            ports: [free_ports(), free_ports()],
+            ports: free_ports(),
             mark,
             tones,
             talkers: Vec::new(),
@@ -194,6 +194,23 @@ impl World {
         self.processes.remove(name).expect("it runs").kill();
     }
 
+    /// The same, after what would end its streams then: they go on.
+    pub(crate) fn kill_with_guard(&mut self, name: &str) {
+        let of = format!("PPid:\t{}", self.processes[name].child.id());
+        let read = |pid: u32, file: &str| {
+            let text = std::fs::read(format!("/proc/{pid}/{file}")).unwrap_or_default();
+            String::from_utf8_lossy(&text).into_owned()
+        };
+        let is_guard = |pid: &u32| {
+            read(*pid, "cmdline").contains("vedetta-guard")
+                && read(*pid, "status").lines().any(|line| line == of)
+        };
+        let guards: Vec<u32> = marked(&self.mark).into_iter().filter(is_guard).collect();
+        let [guard] = guards[..] else { panic!("guards of {name}: {guards:?}") };
+        kill(guard);
+        self.kill(name);
+    }
+
     /// Asks a process to end (SIGTERM), and sees that it does in good order.
     pub(crate) async fn terminate(&mut self, name: &str) {
         let process = self.processes.remove(name).expect("it runs");
@@ -215,9 +232,10 @@ impl World {
         self.bridge.lock().unwrap().clone()
     }
 
-    /// All that a process has said in its log.
-    pub(crate) fn log(&self, name: &str) -> String {
-        std::fs::read_to_string(self.folder.path().join(format!("{name}.log"))).unwrap_or_default()
+    /// How often a process has said this in its log.
+    pub(crate) fn count(&self, name: &str, what: &str) -> usize {
+        let log = std::fs::read_to_string(self.folder.path().join(format!("{name}.log")));
+        log.unwrap_or_default().matches(what).count()
     }
 
     /// The signs of life of modules.
@@ -229,6 +247,20 @@ impl World {
             all.extend(keys.filter(|key| key.ends_with("/heartbeat")));
         }
         all
+    }
+
+    /// Waits until no module gives a sign of life.
+    pub(crate) async fn all_are_dead(&self) {
+        until("nobody gives a sign of life", async || {
+            let left = self.heartbeats().await;
+            if left.is_empty() { Ok(()) } else { Err(format!("{left:?}")) }
+        })
+        .await;
+    }
+
+    /// Every link of a process to the store.
+    pub(crate) fn links(&self) -> impl Iterator<Item = &Proxy> {
+        self.links.values()
     }
 
     /// The link of a process to the store.
@@ -295,40 +327,55 @@ impl World {
         self.talkers.push(sound::talker(hz, port).spawn().unwrap());
     }
 
-    /// Waits for a segment of a room's stream that was begun after `since` and in which all these tones are and those
-    /// are not; tells how long after `since` it was complete.
+    /// Waits for a segment of a room's stream that was begun after `since` and in which all these tones are. Those are
+    /// not in it, nor in any other since.
     pub(crate) async fn heard(
         &self,
         room: &str,
         tones: &[u32],
         others: &[u32],
         since: SystemTime,
-    ) -> Duration {
+    ) -> Segment {
         let playlist = self.media().join(room).join("index.m3u8");
         heard(&playlist, tones, others, since, || self.logs()).await
     }
 
-    /// How long it takes until all tones are back in the streams after a fault; and then nothing is left that should not
-    /// be there.
-    pub(crate) async fn recovers(&self, fault: &str, since: SystemTime) {
+    /// The streams of all rooms go on as they are, whatever was done at `since`: for the
+    /// same assignments.
+    pub(crate) async fn go_on(&self, before: &[(String, u64)], since: SystemTime) {
+        let tones = self.tones.lock().unwrap().clone();
+        for (room, generation) in before {
+            let hz = tones[room];
+            let others: Vec<u32> = tones.values().copied().filter(|other| *other != hz).collect();
+            let segment = self.heard(room, &[hz], &others, since).await;
+            let name = segment.path.file_name().unwrap().to_string_lossy().into_owned();
+            assert!(name.starts_with(&format!("seg_{generation}_")), "{name}, not {generation}");
+        }
+    }
+
+    /// How long it takes until all tones are back in the streams after a fault, which must be `within` some time, however
+    /// busy the machine is; and then nothing is left that should not be there.
+    pub(crate) async fn recovers(&self, fault: &str, since: SystemTime, within: Duration) {
         let tones = self.tones.lock().unwrap().clone();
         let mut last = Duration::ZERO;
         for (room, hz) in &tones {
             let others: Vec<u32> = tones.values().copied().filter(|other| other != hz).collect();
-            last = last.max(self.heard(room, &[*hz], &others, since).await);
+            last = last.max(self.heard(room, &[*hz], &others, since).await.after(since));
         }
         let streams =
             if tones.len() == 1 { "1 stream".into() } else { format!("{} streams", tones.len()) };
         println!("{fault}: {streams} with the right tone after {:.1} s", last.as_secs_f64());
+        assert!(last <= within, "{fault}: not within {within:?}\n{}", self.logs());
         self.settled().await;
     }
 
-    /// How often each room was assigned to somebody.
-    pub(crate) async fn assignments(&self) -> Vec<u64> {
+    /// The rooms, and how often each was assigned to somebody.
+    pub(crate) async fn assignments(&self) -> Vec<(String, u64)> {
         let rooms = self.tones.lock().unwrap().clone();
         let mut all = Vec::new();
-        for room in rooms.keys() {
-            all.push(self.room(room).await["generation"].as_u64().unwrap());
+        for room in rooms.into_keys() {
+            let generation = self.room(&room).await["generation"].as_u64().unwrap();
+            all.push((room, generation));
         }
         all
     }
@@ -562,13 +609,20 @@ pub(crate) async fn heard(
     others: &[u32],
     since: SystemTime,
     logs: impl Fn() -> String,
-) -> Duration {
+) -> Segment {
     let mut looked_at = BTreeSet::new();
     let found: Segment = until(&format!("{tones:?} in {}", playlist.display()), async || {
         let segments = sound::segments(playlist);
         for segment in segments.iter().filter(|segment| segment.begun >= since) {
-            let is_new = looked_at.insert(segment.path.clone());
-            if is_new && tones.iter().all(|hz| sound::has(segment, *hz) == Some(true)) {
+            if !looked_at.insert(segment.path.clone()) {
+                continue;
+            }
+            // Also in those in which its own is not there yet.
+            for hz in others {
+                let is_there = sound::has(segment, *hz) == Some(true);
+                assert!(!is_there, "{hz} Hz in {}\n{}", segment.path.display(), logs());
+            }
+            if tones.iter().all(|hz| sound::has(segment, *hz) == Some(true)) {
                 return Ok(segment.clone());
             }
         }
@@ -578,7 +632,7 @@ pub(crate) async fn heard(
     for hz in others {
         assert_eq!(sound::has(&found, *hz), Some(false), "{hz} Hz in {}", playlist.display());
     }
-    found.ended.duration_since(since).unwrap_or_default()
+    found
 }
 
 /// Tells how long something took that is so now.
@@ -624,13 +678,14 @@ fn bound(firsts: &[u16]) -> BTreeSet<u16> {
     table.lines().skip(1).filter_map(port).filter(is_ours).collect()
 }
 
-/// The first of some ports that nobody uses now.
-fn free_ports() -> u16 {
+/// The first of some ports for each of two, that nobody uses now, and that neither the system nor Janus gives anybody.
+fn free_ports() -> [u16; 2] {
     for _ in 0..1000 {
-        let first = 30_000 + fastrand::u16(..1800) * PORTS;
-        let held = (first..first + PORTS).map(|port| UdpSocket::bind((Ipv4Addr::LOCALHOST, port)));
+        let first = 10_000 + fastrand::u16(..312) * PORTS * 2;
+        let both = first..first + PORTS * 2;
+        let held = both.map(|port| UdpSocket::bind((Ipv4Addr::LOCALHOST, port)));
         if held.collect::<Result<Vec<_>, _>>().is_ok() {
-            return first;
+            return [first, first + PORTS];
         }
     }
     panic!("there are no free ports");

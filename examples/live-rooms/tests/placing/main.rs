@@ -24,13 +24,15 @@ async fn two_that_place_at_once_fill_every_module_and_none_beyond_its_capacity()
     let on = |rooms: &[Value], mixer: &str| {
         rooms.iter().filter(|room| room["mixerId"] == *mixer).count()
     };
-    until("all places are taken", async || {
-        let rooms = world.rooms(1).await;
-        let now = (on(&rooms, "m1"), on(&rooms, "m2"));
-        let is_everywhere = rooms.iter().all(|room| room["janusId"] == "j1");
-        if is_everywhere && now == (7, 5) { Ok(()) } else { Err(format!("{now:?}")) }
-    })
-    .await;
+    for process in [0, 1] {
+        until("all places are taken", async || {
+            let rooms = world.rooms(process).await;
+            let now = (on(&rooms, "m1"), on(&rooms, "m2"));
+            let is_everywhere = rooms.iter().all(|room| room["janusId"] == "j1");
+            if is_everywhere && now == (7, 5) { Ok(()) } else { Err(format!("{now:?}")) }
+        })
+        .await;
+    }
     // Nobody was assigned twice: once to Janus, and once to a mixer if there was one.
     for room in world.rooms(0).await {
         let assignments = if room["mixerId"].is_null() { 1 } else { 2 };
@@ -57,36 +59,47 @@ async fn rooms_leave_a_module_that_is_drained_or_dead_and_keep_one_that_is_cordo
     world.placed("m1", "j1", 2).await;
     world.module(Kind::Mixer, "m2", 100).await;
     world.module(Kind::Janus, "j2", 100).await;
+    let mark = async |modules: [&str; 2], mark: &str| {
+        for module in modules {
+            let marked = world.ask(1, "POST", &format!("{module}/{mark}"), None).await;
+            let is_cordoned = marked.1["state"]["cordoned"] == true;
+            assert_eq!((marked.0, is_cordoned), (200, mark == "cordon"), "{marked:?}");
+        }
+    };
+    let is_on = async |id: &str, mixer: &str, janus: &str| {
+        until("it is placed", async || {
+            let room = world.room(0, id).await;
+            let fits = room["mixerId"] == *mixer && room["janusId"] == *janus;
+            if fits { Ok(()) } else { Err(room.to_string()) }
+        })
+        .await;
+    };
 
-    // Cordoned, it keeps what it has and gets no more.
-    for module in ["/mixers/m1", "/januses/j1"] {
-        let (status, shown) = world.ask(1, "POST", &format!("{module}/cordon"), None).await;
-        assert_eq!((status, &shown["state"]["cordoned"]), (200, &Value::Bool(true)));
-    }
+    // Those that have nothing would get the next one; cordoned, they do not.
+    let (first, second) = (["/mixers/m1", "/januses/j1"], ["/mixers/m2", "/januses/j2"]);
+    mark(second, "cordon").await;
     world.open(0, "c").await.expect("a room");
-    until("the new one is elsewhere", async || {
-        let room = world.room(0, "c").await;
-        let fits = room["mixerId"] == "m2" && room["janusId"] == "j2";
-        if fits { Ok(()) } else { Err(room.to_string()) }
-    })
-    .await;
-    for room in ["a", "b"] {
+    is_on("c", "m1", "j1").await;
+    mark(second, "uncordon").await;
+    // Cordoned, they keep what they have.
+    mark(first, "cordon").await;
+    world.open(0, "d").await.expect("a room");
+    is_on("d", "m2", "j2").await;
+    for room in ["a", "b", "c"] {
         let room = world.room(0, room).await;
         assert_eq!((&room["mixerId"], &room["janusId"]), (&"m1".into(), &"j1".into()));
     }
-    // Drained, it loses them.
-    for module in ["/mixers/m1", "/januses/j1"] {
+    // Drained, they lose them.
+    for module in first {
         world.ask(1, "POST", &format!("{module}/drain"), None).await;
     }
-    world.placed("m2", "j2", 3).await;
+    world.placed("m2", "j2", 4).await;
     // Back again, and the others die.
-    for module in ["/mixers/m1", "/januses/j1"] {
-        world.ask(0, "POST", &format!("{module}/uncordon"), None).await;
-    }
+    mark(first, "uncordon").await;
     for (kind, id) in [(Kind::Mixer, "m2"), (Kind::Janus, "j2")] {
         world.store.delete(kind.key(id, "heartbeat")).await.unwrap();
     }
-    world.placed("m1", "j1", 3).await;
+    world.placed("m1", "j1", 4).await;
     // With nobody left they wait where they are.
     world.store.delete(Kind::Mixer.key("m1", "heartbeat")).await.unwrap();
     world.module(Kind::Mixer, "m3", 2).await;
@@ -94,6 +107,33 @@ async fn rooms_leave_a_module_that_is_drained_or_dead_and_keep_one_that_is_cordo
         let rooms = world.rooms(0).await;
         let moved = rooms.iter().filter(|room| room["mixerId"] == "m3").count();
         if moved == 2 { Ok(()) } else { Err(format!("{rooms:?}")) }
+    })
+    .await;
+    // One that lives gets the others once it is marked as ready.
+    world.lives(Kind::Mixer, "m4", 100).await;
+    let moved = async || {
+        let rooms = world.rooms(0).await;
+        rooms.iter().filter(|room| room["mixerId"] == "m4").count()
+    };
+    // It is known, and until that is said it gets nothing, also not what is placed after it came.
+    until("it is known", async || {
+        let (_, shown) = world.ask(1, "GET", "/mixers", None).await;
+        let is_known = shown.to_string().contains(r#""m4""#);
+        if is_known { Ok(()) } else { Err(shown.to_string()) }
+    })
+    .await;
+    world.open(0, "e").await.expect("a room");
+    until("it is in a Janus", async || {
+        let room = world.room(0, "e").await;
+        if room["janusId"].is_null() { Err(room.to_string()) } else { Ok(()) }
+    })
+    .await;
+    assert_eq!(moved().await, 0, "nobody said that it is ready");
+    let (status, shown) = world.ask(1, "POST", "/mixers/m4/ready", None).await;
+    assert_eq!((status, &shown["state"]["ready"]), (200, &Value::Bool(true)));
+    until("the others have moved", async || match moved().await {
+        3 => Ok(()),
+        moved => Err(format!("{moved}")),
     })
     .await;
     assert_eq!(world.ask(0, "POST", "/mixers/nobody/ready", None).await.0, 404);
@@ -140,7 +180,7 @@ async fn a_room_that_waits_gets_the_place_that_another_gives_up() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn rooms_whose_time_is_over_go_and_those_that_nobody_lets_go_of_too() {
-    let times = ["--start-within", "2", "--max-age", "6", "--remove-within", "3"];
+    let times = ["--start-within", "6", "--max-age", "12", "--remove-within", "9"];
     let world = World::start(&["rooms-1", "rooms-2"], &times).await;
     world.module(Kind::Janus, "j1", 100).await;
     world.module(Kind::Mixer, "m1", 100).await;

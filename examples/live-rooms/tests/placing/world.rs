@@ -46,6 +46,12 @@ impl World {
 
     /// A module that lives, and is ready.
     pub(crate) async fn module(&self, kind: Kind, id: &str, capacity: u32) {
+        self.lives(kind, id, capacity).await;
+        self.store.put(kind.key(id, "state"), r#"{"ready":true}"#).await.unwrap();
+    }
+
+    /// A module that gives a sign of life, and of which nobody has said that it is ready.
+    pub(crate) async fn lives(&self, kind: Kind, id: &str, capacity: u32) {
         let beat = Heartbeat {
             host: "test".into(),
             capacity,
@@ -58,7 +64,6 @@ impl World {
         };
         let beat = serde_json::to_vec(&beat).unwrap();
         self.store.put(kind.key(id, "heartbeat"), beat).await.unwrap();
-        self.store.put(kind.key(id, "state"), r#"{"ready":true}"#).await.unwrap();
     }
 
     /// Asks one of the processes.

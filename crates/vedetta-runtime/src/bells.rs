@@ -1,4 +1,8 @@
+//! Wakes those who work a queue: each of them, and not the first who listens.
+
+use std::borrow::Borrow;
 use std::collections::HashMap;
+use std::hash::Hash;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
@@ -32,10 +36,11 @@ struct Rung {
 /// Wakes all who work a queue, each of them, also those who do not listen just now: the first of them may
 /// have no room, and who runs a job that was called off is not known here.
 #[derive(Debug, Default)]
-pub(crate) struct Bell(watch::Sender<Rung>);
+pub struct Bell(watch::Sender<Rung>);
 
 impl Bell {
-    pub(crate) fn ring(&self, what: Woken) {
+    /// Rings it.
+    pub fn ring(&self, what: Woken) {
         self.0.send_modify(|rung| match what {
             Woken::More => rung.more += 1,
             Woken::Look => rung.look += 1,
@@ -44,7 +49,7 @@ impl Bell {
 
     /// Until it is rung; also if that was before, and this ear has not heard it. A dropped future has heard
     /// nothing.
-    pub(crate) fn rung<'e>(&self, ear: &'e Ear) -> impl Future<Output = Woken> + Send + use<'e> {
+    pub fn rung<'e>(&self, ear: &'e Ear) -> impl Future<Output = Woken> + Send + use<'e> {
         let mut rings = self.0.subscribe();
         async move {
             loop {
@@ -61,20 +66,31 @@ impl Bell {
 }
 
 /// One for each queue.
-#[derive(Debug, Default)]
-pub(crate) struct Bells(Mutex<HashMap<Box<str>, Bell>>);
+#[derive(Debug)]
+pub struct Bells<K>(Mutex<HashMap<K, Bell>>);
 
-impl Bells {
-    pub(crate) fn ring(&self, queue: &str, what: Woken) {
+impl<K> Default for Bells<K> {
+    fn default() -> Self {
+        Self(Mutex::default())
+    }
+}
+
+impl<K: Eq + Hash> Bells<K> {
+    /// Rings that of one queue.
+    pub fn ring<Q>(&self, queue: &Q, what: Woken)
+    where
+        K: Borrow<Q>,
+        Q: Eq + Hash + ToOwned<Owned = K> + ?Sized,
+    {
         let mut bells = self.0.lock();
         match bells.get(queue) {
             Some(bell) => bell.ring(what),
-            None => bells.entry(queue.into()).or_default().ring(what),
+            None => bells.entry(queue.to_owned()).or_default().ring(what),
         }
     }
 
     /// For who cannot tell what was missed.
-    pub(crate) fn ring_all(&self) {
+    pub fn ring_all(&self) {
         for bell in self.0.lock().values() {
             bell.ring(Woken::Look);
             bell.ring(Woken::More);
@@ -82,8 +98,12 @@ impl Bells {
     }
 
     /// See [`Bell::rung`].
-    pub(crate) async fn rung(&self, queue: &str, ear: &Ear) -> Woken {
-        let rung = self.0.lock().entry(queue.into()).or_default().rung(ear);
+    pub async fn rung<Q>(&self, queue: &Q, ear: &Ear) -> Woken
+    where
+        K: Borrow<Q>,
+        Q: Eq + Hash + ToOwned<Owned = K> + ?Sized,
+    {
+        let rung = self.0.lock().entry(queue.to_owned()).or_default().rung(ear);
         rung.await
     }
 }
@@ -96,7 +116,7 @@ mod tests {
 
     #[tokio::test]
     async fn everybody_hears_every_wake_up_also_those_who_did_not_listen() {
-        let (bells, anna, ben) = (Bells::default(), Ear::default(), Ear::default());
+        let (bells, anna, ben) = (Bells::<String>::default(), Ear::default(), Ear::default());
         let heard = |ear| bells.rung("films", ear).now_or_never();
         assert_eq!((heard(&anna), heard(&ben)), (None, None));
 
