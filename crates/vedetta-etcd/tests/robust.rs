@@ -81,8 +81,7 @@ impl Siege {
         Self { ours, ended, rounds, bystander, sockets, watchers, alone }
     }
 
-    /// The bystander goes on, and all that the attackers had is given back. Answers the memory that the
-    /// process has then, in bytes.
+    /// The bystander goes on. Answers the memory that the process has then, in bytes.
     async fn calm(&self) -> u64 {
         let rounds = self.rounds.load(Ordering::Relaxed);
         soon("the bystander goes on", async {
@@ -92,6 +91,12 @@ impl Siege {
             }
         })
         .await;
+        memory()
+    }
+
+    /// All that the attackers had is given back, nothing panicked, and the bystander never noticed.
+    async fn end(self) {
+        self.calm().await;
         let left = || {
             let status = self.ours.store.status();
             let watchers = status.watchers.abs_diff(self.watchers);
@@ -104,12 +109,6 @@ impl Siege {
         };
         let given_back = tokio::time::timeout(PATIENCE / 2, given_back).await;
         assert!(given_back.is_ok(), "watchers, leases and sockets are left: {:?}", left());
-        memory()
-    }
-
-    /// All that the attackers had is given back, nothing panicked, and the bystander never noticed.
-    async fn end(self) {
-        self.calm().await;
         self.ended.store(true, Ordering::Relaxed);
         soon("the bystander ends", self.bystander).await.expect("the bystander saw what it should");
         assert!(!PANICKED.load(Ordering::Relaxed), "something panicked");
