@@ -167,6 +167,12 @@ impl Run {
                 {
                     (self.notes)(Note::Refused { id, why: error.to_string() });
                     self.halted = true;
+                    if !matches!(
+                        store.takes_writes().await,
+                        Err(KvError::Lost(CommitError::Halted))
+                    ) {
+                        self.wrong.push("a halted store says that it takes writes".to_owned());
+                    }
                     store.close().await;
                     match self.how().open(folder).await {
                         Ok(again) => store = again,

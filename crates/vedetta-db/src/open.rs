@@ -305,6 +305,11 @@ impl Db {
         answer.blocking_recv().map_err(|_| CommitError::Closed)?
     }
 
+    /// Whether as many writes wait as the queue takes, so that the next one would wait to get into it.
+    pub fn is_crowded(&self) -> bool {
+        self.inner.queue.capacity() == 0
+    }
+
     /// Reads the last committed state. Never waits for the writer.
     pub async fn read<T, F>(&self, work: F) -> Result<T, ReadError>
     where

@@ -9,6 +9,7 @@
 mod authority;
 mod calls;
 mod guard;
+mod health;
 mod serve;
 mod source;
 mod tell;

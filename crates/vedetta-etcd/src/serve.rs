@@ -11,6 +11,7 @@ use axum::http::{Request, Response, StatusCode, Version, header};
 use axum::response::IntoResponse;
 use futures_util::FutureExt as _;
 use futures_util::future::Either;
+use http_body::Body as _;
 use http_body_util::{BodyExt as _, Limited};
 use hyper::body::Incoming;
 use hyper::server::conn::{http1, http2};
@@ -96,7 +97,8 @@ impl Endpoint {
     /// Serves `store`.
     pub fn new(store: Store) -> Self {
         let (name, url) = ("vedetta".into(), String::new());
-        Self { store, name, url, limits: Limits::default(), tls: None }
+        // A client that is told to come back holds nothing here; one that waits does, and there is no end to them.
+        Self { store: store.impatient(), name, url, limits: Limits::default(), tls: None }
     }
 
     /// The same under another name; the ids that clients see come from it.
@@ -262,16 +264,22 @@ impl Server {
     ) -> Result<Request<Body>, Response<Body>> {
         guard::check(&request, local).map_err(IntoResponse::into_response)?;
         let (head, body) = request.into_parts();
+        // What says that it is too large need not be sent.
+        if body.size_hint().lower() > self.limits.body as u64 {
+            return Err(too_large());
+        }
         let all = Limited::new(body, self.limits.body).collect();
         match tokio::time::timeout(self.limits.upload, all).await {
             Ok(Ok(body)) => Ok(Request::from_parts(head, Body::from(body.to_bytes()))),
-            Ok(Err(error)) if error.is::<http_body_util::LengthLimitError>() => {
-                Err((StatusCode::PAYLOAD_TOO_LARGE, "the body is too large\n").into_response())
-            }
+            Ok(Err(error)) if error.is::<http_body_util::LengthLimitError>() => Err(too_large()),
             Ok(Err(_)) => Err((StatusCode::BAD_REQUEST, "the body broke off\n").into_response()),
             Err(_) => Err((StatusCode::REQUEST_TIMEOUT, "the body is late\n").into_response()),
         }
     }
+}
+
+fn too_large() -> Response<Body> {
+    (StatusCode::PAYLOAD_TOO_LARGE, "the body is too large\n").into_response()
 }
 
 fn is_grpc<B>(request: &Request<B>) -> bool {

@@ -101,7 +101,11 @@ async fn answer(State(api): State<Arc<Api>>, request: Request) -> Response {
     }
     match path.strip_prefix(KEYS) {
         Some(rest @ ([] | [b'/', ..])) => keys(&api, Path::clean(rest), request).await,
-        _ => about::answer(&api, request.method(), &path, request.headers()),
+        _ => {
+            // A body may not be shared between threads, so it is not held while this waits.
+            let (head, _) = request.into_parts();
+            about::answer(&api, &head.method, &path, &head.headers).await
+        }
     }
 }
 

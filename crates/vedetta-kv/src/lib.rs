@@ -45,7 +45,7 @@ pub use update::{Update, WITH_DIRECTORY, Write};
 /// Why there is no copy of the store, and why the database could not store something (part of
 /// [`KvError`]); and what an update does to the disk, for [`Store::update`].
 pub use vedetta_db::{BackupError, CommitError, Purpose};
-pub use watch::{Batch, WatchError, WatchOptions, Watcher};
+pub use watch::{Batch, Line, WatchError, WatchOptions, Watcher};
 
 use bytes::Bytes;
 use vedetta_core::Revision;

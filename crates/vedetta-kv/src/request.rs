@@ -352,6 +352,10 @@ pub enum KvError {
         /// Bytes allowed.
         quota: u64,
     },
+    /// More writes wait than the queue takes: try again in a moment. See
+    /// [`Store::impatient`](crate::Store::impatient).
+    #[error("too many writes are waiting; try again in a moment")]
+    Busy,
     /// What is stored is not what was written: restore a backup.
     #[error("the row of revision {0} is damaged; restore a backup")]
     Damaged(Revision),

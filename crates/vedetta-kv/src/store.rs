@@ -154,6 +154,8 @@ pub struct Store {
     sweeper: Sweeper,
     /// Who has it makes one.
     snapshots: Arc<tokio::sync::Mutex<()>>,
+    /// Whether writes of this handle are refused when the queue is full.
+    impatient: bool,
     threads: Arc<Threads>,
 }
 
@@ -184,8 +186,28 @@ impl Store {
             options: Arc::new(options),
             sweeper,
             snapshots: Arc::default(),
+            impatient: false,
             threads: Arc::new(Threads(Mutex::new(vec![sweeping, fan_out, leases]))),
         })
+    }
+
+    /// The same store, but what this handle writes is refused with [`KvError::Busy`] when more waits than the
+    /// queue takes: for a server, whose clients are many and can be told to come back.
+    #[must_use]
+    pub fn impatient(&self) -> Self {
+        Self { impatient: true, ..self.clone() }
+    }
+
+    /// Whether a put would be taken now, and why not: asks the writer, which stores nothing for it. The
+    /// answer takes as long as a write's would, the disk left out.
+    pub async fn takes_writes(&self) -> Result<(), KvError> {
+        self.check_quota()?;
+        // Refused by itself, it leaves nothing to commit.
+        let nothing = |_: &vedetta_db::Tx<'_>| Err::<(), _>(Stop::Refused(()));
+        match self.db.write(Purpose::Store, nothing).await {
+            Err(WriteError::Lost(lost)) => Err(KvError::Lost(lost)),
+            _ => Ok(()),
+        }
     }
 
     /// A copy of the last commit's state, which [`vedetta_db::backup`] explains. The file has no name
@@ -292,6 +314,7 @@ impl Store {
     /// Gives a key a value.
     pub async fn put(&self, put: Put) -> Result<PutDone, KvError> {
         engine::check_put(&put, &self.options.limits)?;
+        self.check_queue()?;
         self.check_quota()?;
         let draft = Draft::of(&put, Some(&self.shared.index.read()));
         // The request comes back to be freed here, not on the writer thread.
@@ -303,12 +326,14 @@ impl Store {
     /// Removes keys.
     pub async fn delete(&self, delete: Delete) -> Result<Deleted, KvError> {
         engine::check_range(&delete.range)?;
+        self.check_queue()?;
         self.reclaim(Uses::Memory, move |engine| engine.delete(&delete)).await
     }
 
     /// Does a transaction.
     pub async fn txn(&self, txn: Txn) -> Result<TxnDone, KvError> {
         engine::check_txn(&txn, &self.options.limits)?;
+        self.check_queue()?;
         let uses = if reads_the_past(&txn) { Uses::File } else { Uses::Memory };
         if stores(&txn) {
             self.check_quota()?;
@@ -321,6 +346,7 @@ impl Store {
     /// Forgets what was before `revision`: it becomes the oldest that can be read or watched from.
     /// Returns once that is durable; with `swept`, once the room is free too.
     pub async fn compact(&self, revision: Revision, swept: bool) -> Result<(), KvError> {
+        self.check_queue()?;
         let mark = move |engine: &mut Engine<'_>| {
             let (current, oldest) = (engine.pending.revision, engine.pending.compacted);
             if revision > current {
@@ -345,6 +371,7 @@ impl Store {
 
     /// Grants a lease; without a wished id, one is chosen.
     pub async fn grant(&self, id: Option<LeaseId>, ttl: Duration) -> Result<LeaseId, KvError> {
+        self.check_queue()?;
         self.check_quota()?;
         let shared = Arc::clone(&self.shared);
         let grant =
@@ -379,6 +406,7 @@ impl Store {
 
     /// Ends a lease; its keys go in one revision.
     pub async fn revoke(&self, id: LeaseId) -> Result<Revision, KvError> {
+        self.check_queue()?;
         self.reclaim(Uses::File, move |engine| {
             if !engine.has_lease(id) {
                 return Err(Stop::Refused(KvError::LeaseNotFound(id)));
@@ -430,6 +458,11 @@ impl Store {
             watchers: self.shared.hub.watchers(),
             size: self.db.size(),
         }
+    }
+
+    /// What keeps a lease alive is not asked: who cannot renew loses its keys.
+    pub(crate) fn check_queue(&self) -> Result<(), KvError> {
+        if self.impatient && self.db.is_crowded() { Err(KvError::Busy) } else { Ok(()) }
     }
 
     pub(crate) fn check_quota(&self) -> Result<(), KvError> {

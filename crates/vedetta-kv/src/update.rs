@@ -51,6 +51,7 @@ impl Store {
         T: Send + 'static,
         E: From<KvError> + Send + 'static,
     {
+        self.check_queue()?;
         if purpose == Purpose::Store {
             self.check_quota()?;
         }

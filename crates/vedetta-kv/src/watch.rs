@@ -50,9 +50,14 @@ pub(crate) struct Block {
     bytes: usize,
     /// What was made of each event for a wire, in both forms; see [`Batch::encoded`].
     encoded: OnceLock<Box<[Encoded]>>,
+    /// What was made of each event for another wire; see [`Batch::with_lines`].
+    lines: OnceLock<Box<[Line]>>,
 }
 
 type Encoded = [OnceLock<Bytes>; 2];
+
+/// A place for the bytes of an event that all its watchers share.
+pub type Line = Arc<OnceLock<Bytes>>;
 
 impl Block {
     pub(crate) fn new(last: Revision, events: Vec<Event>) -> Self {
@@ -61,13 +66,17 @@ impl Block {
             128 + event.key().len() + value(event.now()) + value(event.previous.as_ref())
         };
         let bytes = events.iter().map(weigh).sum();
-        Self { last, events, bytes, encoded: OnceLock::new() }
+        Self { last, events, bytes, encoded: OnceLock::new(), lines: OnceLock::new() }
     }
 
     /// Room for the bytes of each event. Not made with the block: the writer would pay for it, also
     /// when nobody watches.
     fn encoded(&self) -> &[Encoded] {
         self.encoded.get_or_init(|| self.events.iter().map(|_| Encoded::default()).collect())
+    }
+
+    fn lines(&self) -> &[Line] {
+        self.lines.get_or_init(|| self.events.iter().map(|_| Line::default()).collect())
     }
 }
 
@@ -667,6 +676,13 @@ impl Batch {
         wanted.map(move |(event, slot)| {
             (event.revision, slot[usize::from(previous)].get_or_init(|| encode(event)))
         })
+    }
+
+    /// The events, in order, each with a place for its bytes on another wire than that of
+    /// [`Batch::encoded`]. Whoever needs them first makes them, if they are the same for everybody.
+    pub fn with_lines(&self) -> impl Iterator<Item = (&Event, &Line)> {
+        let lines = self.blocks.iter().flat_map(|block| block.events.iter().zip(block.lines()));
+        lines.filter(|(event, _)| self.concerns(event))
     }
 
     /// Everything up to this revision was handed out with this batch or before.

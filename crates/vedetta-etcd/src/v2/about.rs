@@ -9,8 +9,9 @@ use serde_json::json;
 
 use super::ttl::timestamp;
 use super::write::Verb;
-use super::{Api, not_allowed, not_found};
+use super::{Api, not_allowed, not_found, plain};
 use crate::ETCD_VERSION;
+use crate::health::ailment;
 
 /// How often what was asked, and when it began.
 #[derive(Debug)]
@@ -62,7 +63,12 @@ impl Stats {
 }
 
 /// Answers for everything but the keys.
-pub(crate) fn answer(api: &Api, method: &Method, path: &[u8], headers: &HeaderMap) -> Response {
+pub(crate) async fn answer(
+    api: &Api,
+    method: &Method,
+    path: &[u8],
+    headers: &HeaderMap,
+) -> Response {
     let get = |answer: fn(&Api, &HeaderMap) -> Response| {
         if method == Method::GET { answer(api, headers) } else { not_allowed("GET") }
     };
@@ -75,7 +81,11 @@ pub(crate) fn answer(api: &Api, method: &Method, path: &[u8], headers: &HeaderMa
             );
             json_text(text)
         }),
-        b"/health" => get(|_, _| "{\"health\":\"true\"}".into_response()),
+        b"/health" if method == Method::GET => match ailment(&api.store).await {
+            None => "{\"health\":\"true\"}".into_response(),
+            Some(_) => plain(StatusCode::SERVICE_UNAVAILABLE, "{\"health\":\"false\"}\n"),
+        },
+        b"/health" => not_allowed("GET"),
         b"/v2/stats/store" => get(|api, _| json_text(store_stats(api))),
         b"/v2/stats/self" => get(|api, _| json_text(self_stats(api))),
         b"/v2/stats/leader" => get(|api, _| {

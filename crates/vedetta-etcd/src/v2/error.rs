@@ -89,6 +89,7 @@ impl From<KvError> for Error {
             KvError::QuotaExceeded { .. } | KvError::Lost(CommitError::Full) => {
                 "etcdserver: mvcc: database space exceeded".into()
             }
+            KvError::Busy => "etcdserver: too many requests".into(),
             other => other.to_string(),
         };
         Self::request(Code::Internal, cause)

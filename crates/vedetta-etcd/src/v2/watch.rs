@@ -11,8 +11,8 @@ use futures_util::stream;
 use tokio_util::sync::CancellationToken;
 use vedetta_core::{KeyRange, Revision};
 use vedetta_kv::{
-    Batch, Cause, Change, Event as Raw, KeyValue, Store, WITH_DIRECTORY, WatchError, WatchOptions,
-    Watcher,
+    Batch, Cause, Change, Event as Raw, KeyValue, Line, Store, WITH_DIRECTORY, WatchError,
+    WatchOptions, Watcher,
 };
 
 use super::error::{Code, Error};
@@ -32,8 +32,26 @@ pub(crate) struct Watch {
     scope: Scope,
     /// Whether to go on after the first event.
     stream: bool,
-    ready: VecDeque<Event>,
+    ready: VecDeque<Told>,
     stop: CancellationToken,
+}
+
+/// What a watch is going to tell.
+enum Told {
+    /// Another watch has made the line, and it is the same here.
+    Made(Bytes),
+    /// The line is kept for the other watches, if it is the same for them: what is left of a lease is not.
+    Event(Box<Event>, Option<Line>),
+}
+
+impl Told {
+    fn line(self) -> Bytes {
+        match self {
+            Self::Made(line) => line,
+            Self::Event(event, Some(line)) => line.get_or_init(|| event.line()).clone(),
+            Self::Event(event, None) => event.line(),
+        }
+    }
 }
 
 impl Watch {
@@ -81,10 +99,10 @@ impl Watch {
     }
 
     /// `None` when the server stops, or when the history that this needs is gone.
-    async fn next(&mut self) -> Option<Event> {
+    async fn next(&mut self) -> Option<Told> {
         loop {
-            if let Some(event) = self.ready.pop_front() {
-                return Some(event);
+            if let Some(told) = self.ready.pop_front() {
+                return Some(told);
             }
             let batch = tokio::select! {
                 () = self.stop.cancelled() => return None,
@@ -97,9 +115,12 @@ impl Watch {
 
     /// Finds what is for this watch, as much as it is going to tell.
     fn take(&mut self, batch: &Batch) {
-        let events: Vec<&Raw> = batch.iter().collect();
+        let (events, lines): (Vec<&Raw>, Vec<&Line>) = batch.with_lines().unzip();
+        let mut lines = &lines[..];
         for revision in events.chunk_by(|a, b| a.revision == b.revision) {
-            self.ready.extend(self.scope.shown(&self.store, revision));
+            let (of_it, rest) = lines.split_at(revision.len());
+            lines = rest;
+            self.ready.extend(self.scope.shown(&self.store, revision, of_it));
             if !self.stream && !self.ready.is_empty() {
                 return;
             }
@@ -144,16 +165,24 @@ impl Scope {
     }
 
     /// What the events of one revision are to this watch.
-    fn shown(&self, store: &Store, events: &[&Raw]) -> Vec<Event> {
+    fn shown(&self, store: &Store, events: &[&Raw], lines: &[&Line]) -> Vec<Told> {
         let mains = events
             .iter()
-            .filter(|event| !matches!(event.tag, tag::REFRESH | tag::PART | WITH_DIRECTORY));
-        let shown = mains.filter_map(|event| {
+            .zip(lines)
+            .filter(|(event, _)| !matches!(event.tag, tag::REFRESH | tag::PART | WITH_DIRECTORY));
+        let shown = mains.filter_map(|(event, line)| {
             let (path, dir) = Path::of_key(event.key())?;
             let concerns = path == self.path
                 || self.path.rest_of(&path).is_some_and(|rest| self.recursive && !hidden(rest))
                 || path.rest_of(&self.path).is_some() && self.went_with(events);
-            concerns.then(|| show(store, event, &path, dir, events))
+            concerns.then(|| match line.get() {
+                Some(line) => Told::Made(line.clone()),
+                None => {
+                    let shown = show(store, event, &path, dir, events);
+                    let line = is_lasting(event, &shown).then(|| Line::clone(line));
+                    Told::Event(Box::new(shown), line)
+                }
+            })
         });
         shown.collect()
     }
@@ -166,6 +195,13 @@ impl Scope {
             event.tag == WITH_DIRECTORY && (key == self.path.bytes() || key.starts_with(&marker))
         })
     }
+}
+
+/// Whether an event is told in the same bytes at any time: nothing in it has a lease, which would run down.
+fn is_lasting(event: &Raw, shown: &Event) -> bool {
+    let replaced = shown.previous.as_ref().and_then(|previous| previous.value.as_ref());
+    let mut keys = [event.now(), event.previous.as_ref(), replaced].into_iter().flatten();
+    keys.all(|key| key.lease().is_none())
 }
 
 fn hidden(rest: &[u8]) -> bool {
@@ -233,6 +269,31 @@ mod tests {
         Watch::begin(store, &ask, &CancellationToken::new()).unwrap()
     }
 
+    /// The index of what is told.
+    fn modified(told: Option<Told>) -> u64 {
+        let line: serde_json::Value = serde_json::from_slice(&told.unwrap().line()).unwrap();
+        line["node"]["modifiedIndex"].as_u64().unwrap()
+    }
+
+    #[tokio::test]
+    async fn an_event_is_encoded_once_for_all_its_watchers_unless_it_has_a_lease() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = open(folder.path()).await;
+        let (mut first, _) = begin(&store, "wait=true&stream=true");
+        let (mut second, _) = begin(&store, "wait=true&stream=true&recursive=true");
+        store.put(Put::new("/a", "1")).await.unwrap();
+        let lines = [first.next().await.unwrap().line(), second.next().await.unwrap().line()];
+        assert_eq!(lines[0], lines[1]);
+        assert_eq!(lines[0].as_ptr(), lines[1].as_ptr(), "the same bytes, not a copy");
+
+        let lease = store.grant(None, Duration::from_secs(100)).await.unwrap();
+        store.put(Put::new("/a", "2").lease(lease)).await.unwrap();
+        let lines = [first.next().await.unwrap().line(), second.next().await.unwrap().line()];
+        assert!(lines.iter().all(|line| line.windows(6).any(|part| part == b"\"ttl\":")));
+        assert_ne!(lines[0].as_ptr(), lines[1].as_ptr(), "what is left of it is told anew");
+        store.close().await;
+    }
+
     #[tokio::test]
     async fn history_that_goes_before_it_was_read_is_told_as_gone() {
         let folder = tempfile::tempdir().unwrap();
@@ -246,7 +307,7 @@ mod tests {
         let store = open(folder.path()).await;
         let (mut finds, index) = begin(&store, "wait=true&waitIndex=3");
         finds.catch_up(index).await.unwrap();
-        assert_eq!(finds.ready[0].node.modified, 4);
+        assert_eq!(modified(finds.ready.pop_front()), 4);
         let (mut waits, index) = begin(&store, "wait=true&waitIndex=5");
         waits.catch_up(index).await.unwrap();
         assert!(waits.ready.is_empty(), "it is caught up, and what it waits for is to come");
@@ -257,7 +318,7 @@ mod tests {
         let gone = Error::new(Code::EventIndexCleared, cause, Revision(5));
         assert_eq!(late.catch_up(index).await, Err(gone));
         store.put(Put::new("/a", "")).await.unwrap();
-        assert_eq!(waits.next().await.unwrap().node.modified, 6);
+        assert_eq!(modified(waits.next().await), 6);
         store.close().await;
     }
 

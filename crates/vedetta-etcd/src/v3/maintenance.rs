@@ -15,8 +15,9 @@ use super::proto::alarm_request::AlarmAction;
 use super::proto::auth_server::Auth;
 use super::proto::cluster_server::Cluster;
 use super::proto::maintenance_server::Maintenance;
-use super::proto::{self, SnapshotResponse};
+use super::proto::{self, AlarmType, SnapshotResponse};
 use super::{Api, RAFT_TERM, revision, status};
+use crate::health::{Ailment, ailment};
 
 /// Bytes of a snapshot in one message.
 const SNAPSHOT_PIECE: usize = 256 << 10;
@@ -29,11 +30,20 @@ impl Maintenance for Api {
         &self,
         request: Request<proto::AlarmRequest>,
     ) -> Result<Response<proto::AlarmResponse>, Status> {
-        if request.into_inner().action() == AlarmAction::Activate {
-            return Err(Status::unimplemented("an alarm cannot be set by hand"));
-        }
-        // A store that is full says so with each write.
-        Ok(Response::new(proto::AlarmResponse::default()))
+        let request = request.into_inner();
+        let asked = AlarmType::try_from(request.alarm).unwrap_or(AlarmType::None);
+        let full = match request.action() {
+            AlarmAction::Activate => {
+                return Err(Status::unimplemented("an alarm cannot be set by hand"));
+            }
+            AlarmAction::Get if matches!(asked, AlarmType::None | AlarmType::Nospace) => {
+                ailment(self.store()).await == Some(Ailment::NoSpace)
+            }
+            // It goes when there is room, and not before.
+            AlarmAction::Get | AlarmAction::Deactivate => false,
+        };
+        let alarms = if full { vec![self.no_space()] } else { Vec::new() };
+        Ok(Response::new(proto::AlarmResponse { header: None, alarms }))
     }
 
     async fn status(
@@ -42,6 +52,14 @@ impl Maintenance for Api {
     ) -> Result<Response<proto::StatusResponse>, Status> {
         let store = self.store().status();
         let size = i64::try_from(store.size).unwrap_or(i64::MAX);
+        let errors = match ailment(self.store()).await {
+            None => Vec::new(),
+            // As Go prints the alarm.
+            Some(Ailment::NoSpace) => {
+                vec![format!("memberID:{} alarm:NOSPACE ", self.0.member_id)]
+            }
+            Some(Ailment::Broken(why)) => vec![why],
+        };
         Ok(Response::new(proto::StatusResponse {
             header: Some(self.header(store.revision)),
             version: crate::ETCD_VERSION.into(),
@@ -50,7 +68,7 @@ impl Maintenance for Api {
             raft_index: store.revision.0,
             raft_term: RAFT_TERM,
             raft_applied_index: store.revision.0,
-            errors: Vec::new(),
+            errors,
             db_size_in_use: size,
             is_learner: false,
         }))
@@ -133,6 +151,10 @@ fn internal(error: &dyn std::error::Error) -> Status {
 }
 
 impl Api {
+    fn no_space(&self) -> proto::AlarmMember {
+        proto::AlarmMember { member_id: self.0.member_id, alarm: AlarmType::Nospace.into() }
+    }
+
     /// A checksum over every key as it was at a revision, and where the store was meanwhile.
     async fn hash_keys(&self, at: Option<Revision>) -> Result<(Revision, u32), Status> {
         let current = self.store().revision();

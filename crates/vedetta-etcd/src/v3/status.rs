@@ -9,6 +9,7 @@ pub(crate) const LEASE_PROVIDED: &str = "etcdserver: lease is provided";
 pub(crate) const KEY_NOT_FOUND: &str = "etcdserver: key not found";
 pub(crate) const TOO_LARGE: &str = "etcdserver: request is too large";
 pub(crate) const NO_SPACE: &str = "etcdserver: mvcc: database space exceeded";
+pub(crate) const TOO_MANY_REQUESTS: &str = "etcdserver: too many requests";
 pub(crate) const AUTH_DISABLED: &str = "etcdserver: authentication is not enabled";
 const LEASE_NOT_FOUND: &str = "etcdserver: requested lease not found";
 const STOPPED: &str = "etcdserver: server stopped";
@@ -52,6 +53,7 @@ pub(crate) fn of(error: KvError) -> Status {
         KvError::QuotaExceeded { .. } | KvError::Lost(CommitError::Full) => {
             (Code::ResourceExhausted, NO_SPACE)
         }
+        KvError::Busy => (Code::ResourceExhausted, TOO_MANY_REQUESTS),
         KvError::Lost(CommitError::Closed) => (Code::Unavailable, STOPPED),
         KvError::TooDeep { .. } => return Status::invalid_argument(error.to_string()),
         other => {

@@ -1,13 +1,28 @@
 //! Where we differ from etcd on purpose: what it does, what we do. The reasons stand in
 //! `docs/etcd-compatibility.md`, under the same names.
 
+use std::collections::BTreeSet;
+use std::fs;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use axum::http::Request;
+use futures_util::future::join_all;
+use serde_json::Value as Json;
+use tokio::net::TcpStream;
+
 use crate::cases::{Case, Mismatch, Servers};
-use crate::support::http;
+use crate::support::http::{self, Connection};
+use crate::support::{Ours, soon};
 use crate::{v2, v3};
+
+/// The name of a difference, as it is documented.
+type Name = &'static str;
 
 /// The last line of the case is answered so by etcd, and so by us.
 struct Difference {
-    name: &'static str,
+    name: Name,
     lines: &'static str,
     etcd: &'static str,
     ours: &'static str,
@@ -89,6 +104,12 @@ const V3: &[Difference] = &[
         etcd: "SIDEWAYS",
         ours: "\"header\":",
     },
+    Difference {
+        name: "locks and elections as calls",
+        lines: "POST /v3/lock/lock {\"name\":\"<~lock>\"}",
+        etcd: "200",
+        ours: "404",
+    },
     // It is the last: after it there is no etcd any more.
     Difference {
         name: "an unknown sort target",
@@ -99,50 +120,130 @@ const V3: &[Difference] = &[
     },
 ];
 
+const PAGE: &str = include_str!("../../../../docs/etcd-compatibility.md");
+/// What stands there for what is shown here.
+const HERE: &str = "the suite";
+
+/// A row of the documentation.
+struct Row<'a> {
+    name: &'a str,
+    cells: Vec<&'a str>,
+    shown_by: &'a str,
+}
+
+/// The rows of all its tables.
+fn rows() -> Vec<Row<'static>> {
+    let rows = PAGE.lines().filter_map(|line| {
+        let cells: Vec<_> = line.strip_prefix('|')?.strip_suffix('|')?.split('|').collect();
+        let cells: Vec<_> = cells.into_iter().map(str::trim).collect();
+        let (name, shown_by) = (*cells.first()?, *cells.last()?);
+        (name != "what" && name != "---").then_some(Row { name, cells, shown_by })
+    });
+    rows.collect()
+}
+
+/// The Rust files of a folder, as text.
+fn sources(folder: &Path, text: &mut String) {
+    for entry in fs::read_dir(folder).expect("a folder of sources") {
+        let path = entry.expect("an entry").path();
+        if path.is_dir() {
+            sources(&path, text);
+        } else if path.extension().is_some_and(|kind| kind == "rs") {
+            text.push_str(&fs::read_to_string(&path).expect("a source is text"));
+        }
+    }
+}
+
+#[test]
+fn every_documented_difference_has_a_reason_and_something_that_shows_it() {
+    let mut tests = String::new();
+    sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests"), &mut tests);
+    let mut faults = Vec::new();
+    let rows = rows();
+    for Row { name, cells, shown_by } in &rows {
+        if cells.len() != 5 || cells.iter().any(|cell| cell.is_empty()) {
+            faults.push(format!("{name}: not five cells with something in each"));
+        }
+        let test = shown_by.trim_matches('`');
+        if *shown_by != HERE && !tests.contains(&format!("fn {test}()")) {
+            faults.push(format!("{name}: there is no test {test}"));
+        }
+    }
+    assert!(rows.len() >= 40, "only {} rows were found", rows.len());
+    assert!(faults.is_empty(), "docs/etcd-compatibility.md:\n  {}", faults.join("\n  "));
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn the_differences_are_those_that_are_documented() {
-    let documented = include_str!("../../../../docs/etcd-compatibility.md");
-    for difference in V2.iter().chain(V3) {
-        let name = difference.name;
-        assert!(documented.contains(&format!("| {name} |")), "not documented: {name}");
-    }
     let servers = Servers::start().await;
     if servers.ours().is_none() {
         return; // an etcd does not differ from itself
     }
+    let mut shown: Vec<Name> = Vec::new();
     let mut pair = v2::Pair::new(servers.addresses(), None);
     for difference in V2 {
         let case = difference.case();
         difference.check(&case, pair.run(&case).await);
+        shown.push(difference.name);
     }
-    the_length_of_history(&mut pair).await;
-    a_stream_from_the_past(&mut pair).await;
-    pages_of_other_sites(&servers).await;
+    shown.extend([
+        the_length_of_history(&mut pair).await,
+        a_stream_from_the_past(&mut pair).await,
+        the_deepest_path(&mut pair).await,
+        the_longest_key_and_value(&mut pair).await,
+        pages_of_other_sites(&servers).await,
+        unsorted_listings(&servers).await,
+        the_address_for_peers(&servers).await,
+        raft_index(&servers).await,
+        http2(&servers).await,
+        what_is_no_http(&servers).await,
+    ]);
+    shown.extend(a_burst_of_events(&servers).await);
+    shown.push(hashes(&servers).await);
+    shown.extend(sizes_and_defragmenting(&servers).await);
     let mut pair = v3::Pair::new(servers.addresses(), None).await;
-    a_delete_at_the_compaction(&mut pair).await;
+    shown.push(a_delete_at_the_compaction(&mut pair).await);
     for difference in V3 {
         let case = difference.case();
         difference.check(&case, pair.run(&case).await);
+        shown.push(difference.name);
     }
+    let rows = rows();
+    let here = rows.iter().filter(|row| row.shown_by == HERE).map(|row| row.name);
+    let (shown, documented) = (BTreeSet::from_iter(shown), here.collect::<BTreeSet<_>>());
+    assert_eq!(shown, documented, "shown here, and documented as shown here");
+}
+
+/// A request on a connection of its own.
+async fn ask(address: SocketAddr, method: &str, target: &str, body: &str) -> http::Answer {
+    let form = Some("application/x-www-form-urlencoded");
+    let bytes = http::request(address, method, target, form, body.as_bytes());
+    let mut connection = Connection::open(address).await.unwrap();
+    soon(target, connection.exchange(&bytes)).await.unwrap()
+}
+
+async fn json(address: SocketAddr, method: &str, target: &str, body: &str) -> Json {
+    let answer = ask(address, method, target, body).await;
+    serde_json::from_slice(&answer.body).unwrap_or_else(|_| panic!("{target}: {}", answer.text()))
 }
 
 /// 1,000 events there; here all, until they are compacted.
-async fn the_length_of_history(pair: &mut v2::Pair) {
-    let mut lines = vec!["PUT ~/first | value=1".to_owned()];
-    lines.extend((0..1_000).map(|number| format!("PUT ~/b | value=x{number}")));
-    lines.push("GET ~/first?wait=true&waitIndex={1}".into());
+async fn the_length_of_history(pair: &mut v2::Pair) -> Name {
+    let lines =
+        ["PUT ~/first | value=1", "*1000 PUT ~/b | value=1", "GET ~/first?wait=true&waitIndex={1}"];
     let difference = Difference {
         name: "the length of history",
         lines: "",
         etcd: "\"errorCode\":401",
         ours: "\"key\":",
     };
-    let case = Case { name: difference.name.into(), lines };
+    let case = Case { name: difference.name.into(), lines: lines.map(Into::into).into() };
     difference.check(&case, pair.run(&case).await);
+    difference.name
 }
 
 /// There, a stream that begins in the past ends after one event without a word: not waited for here.
-async fn a_stream_from_the_past(pair: &mut v2::Pair) {
+async fn a_stream_from_the_past(pair: &mut v2::Pair) -> Name {
     let lines = [
         "PUT ~/a | value=one",
         "PUT ~/a | value=two",
@@ -155,17 +256,41 @@ async fn a_stream_from_the_past(pair: &mut v2::Pair) {
     let told = pair.run_ours(&lines).await;
     assert!(told[3].contains("\"one\"") && told[4].contains("\"two\""), "{told:?}");
     assert!(told[6].contains("\"three\""), "{told:?}");
+    "a stream from the past"
+}
+
+async fn the_deepest_path(pair: &mut v2::Pair) -> Name {
+    let difference =
+        Difference { name: "the deepest path", lines: "", etcd: "201", ours: "\"errorCode\":210" };
+    let lines = vec![format!("PUT ~{} | value=1", "/d".repeat(512))];
+    let case = Case { name: difference.name.into(), lines };
+    difference.check(&case, pair.run(&case).await);
+    difference.name
+}
+
+async fn the_longest_key_and_value(pair: &mut v2::Pair) -> Name {
+    let difference = Difference {
+        name: "the longest key and value",
+        lines: "",
+        etcd: "201",
+        ours: "request is too large",
+    };
+    let lines = vec![format!("PUT ~/a | value={}", "x".repeat(2 << 20))];
+    let case = Case { name: difference.name.into(), lines };
+    difference.check(&case, pair.run(&case).await);
+    difference.name
 }
 
 /// There, compacting at the revision of a delete forgets the delete: not waited for here.
-async fn a_delete_at_the_compaction(pair: &mut v3::Pair) {
+async fn a_delete_at_the_compaction(pair: &mut v3::Pair) -> Name {
     let lines =
         ["put ~a 1", "del ~a", "compact {2}", "s> watch ~ ~\\xff start_revision={2}", "s", "s*1"];
     let told = pair.run_ours(&lines).await;
     assert!(told[5].contains("type: 1") && told[5].contains("mod_revision: +2"), "{told:?}");
+    "a delete at the compaction"
 }
 
-async fn pages_of_other_sites(servers: &Servers) {
+async fn pages_of_other_sites(servers: &Servers) -> Name {
     let [etcd, ours] = servers.addresses();
     let etcd = http::get(etcd, "/v2/keys").await.unwrap();
     assert_eq!(etcd.header("access-control-allow-origin"), Some("*"));
@@ -176,4 +301,229 @@ async fn pages_of_other_sites(servers: &Servers) {
     assert_eq!(connection.exchange(foreign).await.unwrap().status, 403);
     let renamed = b"GET /v2/keys HTTP/1.1\r\nHost: elsewhere\r\n\r\n";
     assert_eq!(connection.exchange(renamed).await.unwrap().status, 421);
+    "pages of other sites"
+}
+
+/// A map there, so that forty names are in order once in a very long time.
+async fn unsorted_listings(servers: &Servers) -> Name {
+    let [etcd, ours] = servers.addresses();
+    let listed = async |address: SocketAddr| {
+        for number in (10..50).rev() {
+            ask(address, "PUT", &format!("/v2/keys/unsorted/{number}"), "value=1").await;
+        }
+        let answer = json(address, "GET", "/v2/keys/unsorted", "").await;
+        let nodes = answer["node"]["nodes"].as_array().expect("a listing").iter();
+        let keys = nodes.map(|node| node["key"].as_str().expect("a key").to_owned());
+        keys.collect::<Vec<_>>()
+    };
+    let (etcd, ours) = (listed(etcd).await, listed(ours).await);
+    assert!(!etcd.is_sorted() && ours.is_sorted(), "{etcd:?} {ours:?}");
+    assert_eq!(BTreeSet::from_iter(etcd), BTreeSet::from_iter(ours));
+    "unsorted listings"
+}
+
+async fn the_address_for_peers(servers: &Servers) -> Name {
+    let [etcd, ours] = servers.addresses();
+    for (address, same) in [(etcd, false), (ours, true)] {
+        let members = json(address, "GET", "/v2/members", "").await;
+        let member = &members["members"][0];
+        assert_eq!(member["clientURLs"][0], format!("http://{address}"));
+        assert_eq!(member["peerURLs"] == member["clientURLs"], same, "{member}");
+    }
+    "the address for peers"
+}
+
+/// There, v3's writes are in the log, too.
+async fn raft_index(servers: &Servers) -> Name {
+    let [etcd, ours] = servers.addresses();
+    for (address, same) in [(etcd, false), (ours, true)] {
+        ask(address, "POST", "/v3/kv/put", "{\"key\":\"cg==\"}").await;
+        let answer = ask(address, "PUT", "/v2/keys/raft", "value=1").await;
+        let indexes = ["x-raft-index", "x-etcd-index"].map(|name| answer.header(name).unwrap());
+        assert_eq!(indexes[0] == indexes[1], same, "{indexes:?}");
+    }
+    "`X-Raft-Index`"
+}
+
+async fn http2(servers: &Servers) -> Name {
+    let get = async |address: SocketAddr| {
+        let stream = TcpStream::connect(address).await.map_err(|error| error.to_string())?;
+        let begun = h2::client::handshake(stream).await;
+        let (mut client, connection) = begun.map_err(|error| error.to_string())?;
+        let connection = tokio::spawn(connection);
+        let request = Request::get(format!("http://{address}/v2/keys")).body(()).unwrap();
+        let (answer, _) = client.send_request(request, true).map_err(|error| error.to_string())?;
+        let answer = soon("an answer over HTTP/2", answer).await;
+        connection.abort();
+        answer.map(|answer| answer.status().as_u16()).map_err(|error| error.to_string())
+    };
+    let [etcd, ours] = servers.addresses();
+    let (etcd, ours) = (get(etcd).await, get(ours).await);
+    assert!(etcd != Ok(200) && ours == Ok(200), "{etcd:?} {ours:?}");
+    "HTTP/2"
+}
+
+async fn what_is_no_http(servers: &Servers) -> Name {
+    let refused = async |address: SocketAddr| {
+        let mut connection = Connection::open(address).await.unwrap();
+        let bytes = b"GET /v2/keys HTTP/1.1\r\nHost: localhost\r\nno colon\r\n\r\n";
+        soon("an answer", connection.exchange(bytes)).await.unwrap()
+    };
+    let [etcd, ours] = servers.addresses();
+    let (etcd, ours) = (refused(etcd).await, refused(ours).await);
+    assert_eq!((etcd.status, ours.status), (400, 400));
+    assert_ne!(etcd.text(), ours.text());
+    "what is no HTTP"
+}
+
+/// Keys that end together: there, whoever watches them is dropped when a hundred are unread.
+async fn a_burst_of_events(servers: &Servers) -> [Name; 2] {
+    const KEYS: usize = 1_000;
+    const AT_ONCE: usize = 8;
+    let expired = async |address: SocketAddr| {
+        let target = "/v2/keys/burst?wait=true&recursive=true&stream=true";
+        let mut stream = Connection::open(address).await.unwrap();
+        let bytes = http::request(address, "GET", target, None, b"");
+        // Nothing is read before all has happened.
+        assert_eq!(soon("a stream", stream.begin(&bytes)).await.unwrap().status, 200);
+        // By several at once, so that they end as close together as they were set.
+        let put = async |from: usize| {
+            let mut connection = Connection::open(address).await.unwrap();
+            let form = Some("application/x-www-form-urlencoded");
+            for number in (from..KEYS).step_by(AT_ONCE) {
+                let target = format!("/v2/keys/burst/{number}");
+                let bytes = http::request(address, "PUT", &target, form, b"value=1&ttl=2");
+                soon("a put", connection.exchange(&bytes)).await.unwrap();
+            }
+        };
+        join_all((0..AT_ONCE).map(put)).await;
+        soon("all of them end", async {
+            while json(address, "GET", "/v2/keys/burst", "").await["node"]["nodes"].is_array() {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        })
+        .await;
+        stream
+    };
+    // The others' watchers are gone once their connections are.
+    let watchers = async |address: SocketAddr, count: u64| {
+        soon("who still watches", async {
+            loop {
+                let stats = json(address, "GET", "/v2/stats/store", "").await;
+                if stats["watchers"] == count {
+                    break stats;
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        })
+        .await
+    };
+    let [etcd, ours] = servers.addresses();
+    let (dropped, mut stream) = tokio::join!(expired(etcd), expired(ours));
+    let (etcd, ours) = (watchers(etcd, 0).await, watchers(ours, 1).await);
+    drop(dropped);
+    let mut events = 0;
+    while events < 2 * KEYS {
+        let chunk = soon("an event", stream.chunk()).await.unwrap().expect("the stream goes on");
+        events += chunk.iter().filter(|byte| **byte == b'\n').count();
+    }
+    assert!(etcd["expireCount"].as_u64() >= Some(KEYS as u64), "{etcd}");
+    assert_eq!(ours["expireCount"], 0);
+    ["a burst of events", "`expireCount` in the statistics"]
+}
+
+async fn hashes(servers: &Servers) -> Name {
+    let [etcd, ours] = servers.addresses();
+    let (etcd, ours) = (
+        json(etcd, "POST", "/v3/maintenance/hash", "{}").await,
+        json(ours, "POST", "/v3/maintenance/hash", "{}").await,
+    );
+    assert!(etcd["hash"].is_number() && ours["hash"].is_number(), "{etcd} {ours}");
+    assert_ne!(etcd["hash"], ours["hash"]);
+    "hashes"
+}
+
+/// What is deleted and compacted is free, there also to be given back.
+async fn sizes_and_defragmenting(servers: &Servers) -> [Name; 2] {
+    use base64::Engine as _;
+    let value = base64::engine::general_purpose::STANDARD.encode(vec![b'x'; 1 << 20]);
+    // The size of the file, and what is used of it.
+    let sizes = async |address: SocketAddr| {
+        let status = json(address, "POST", "/v3/maintenance/status", "{}").await;
+        let size = |name: &str| status[name].as_str().expect("a size").parse::<u64>().unwrap();
+        (size("dbSize"), size("dbSizeInUse"))
+    };
+    let emptied = async |address: SocketAddr| {
+        for key in ["YQ==", "Yg==", "Yw=="] {
+            let put = format!("{{\"key\":\"{key}\",\"value\":\"{value}\"}}");
+            assert_eq!(ask(address, "POST", "/v3/kv/put", &put).await.status, 200);
+        }
+        let all = "{\"key\":\"YQ==\",\"range_end\":\"ZA==\"}";
+        let gone = json(address, "POST", "/v3/kv/deleterange", all).await;
+        let revision = gone["header"]["revision"].as_str().unwrap().to_owned();
+        let compact = format!("{{\"revision\":\"{revision}\",\"physical\":true}}");
+        assert_eq!(ask(address, "POST", "/v3/kv/compaction", &compact).await.status, 200);
+    };
+    let [etcd, ours] = servers.addresses();
+    emptied(etcd).await;
+    emptied(ours).await;
+    soon("there is room in the file", async {
+        while sizes(etcd).await.1 + (2 << 20) > sizes(etcd).await.0 {
+            // It counts as free what was freed before its last commit.
+            ask(etcd, "POST", "/v3/kv/put", "{\"key\":\"YQ==\"}").await;
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    })
+    .await;
+    soon("what was freed is counted as free", async {
+        while sizes(ours).await.0 > 1 << 20 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    })
+    .await;
+    let (size, used) = sizes(ours).await;
+    assert_eq!(size, used);
+    let before = (sizes(etcd).await.0, size);
+    for address in [etcd, ours] {
+        let done = ask(address, "POST", "/v3/maintenance/defragment", "{}").await;
+        assert_eq!(done.status, 200);
+    }
+    let after = (sizes(etcd).await.0, sizes(ours).await.0);
+    assert!(after.0 + (1 << 20) < before.0, "{before:?} {after:?}");
+    assert_eq!(after.1, before.1, "ours has nothing to give back");
+    ["`dbSizeInUse`", "defragmenting"]
+}
+
+/// The best of a few: on a busy machine any of them may be late.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_time_to_live_ends_at_its_time() {
+    let ours = Ours::start().await;
+    let late = async |number: u32| {
+        let target = format!("/v2/keys/soon/{number}?wait=true");
+        let bytes = http::request(ours.address, "GET", &target, None, b"");
+        let mut wait = Connection::open(ours.address).await.unwrap();
+        let target = format!("/v2/keys/soon/{number}");
+        ask(ours.address, "PUT", &target, "value=1&ttl=1").await;
+        let ends = Instant::now() + Duration::from_secs(1);
+        assert_eq!(soon("a wait", wait.begin(&bytes)).await.unwrap().status, 200);
+        let event = soon("it ends", wait.chunk()).await.unwrap().expect("an event");
+        assert!(String::from_utf8_lossy(&event).contains("\"expire\""));
+        Instant::now().saturating_duration_since(ends)
+    };
+    let (first, second, third, last) = tokio::join!(late(1), late(2), late(3), late(4));
+    let best = [first, second, third, last].into_iter().min().expect("there are some");
+    assert!(best < Duration::from_millis(100), "none ended sooner than {best:?} after its time");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_restart_does_not_change_the_term() {
+    let term = async |ours: &Ours| {
+        let v2 = ask(ours.address, "GET", "/v2/keys", "").await;
+        let v3 = json(ours.address, "POST", "/v3/kv/range", "{\"key\":\"YQ==\"}").await;
+        (v2.header("x-raft-term").map(str::to_owned), v3["header"]["raft_term"].clone())
+    };
+    let ours = Ours::start().await;
+    let before = term(&ours).await;
+    assert_eq!(before, (Some("2".into()), "2".into()));
+    assert_eq!(term(&ours.restart().await).await, before);
 }

@@ -8,6 +8,7 @@
 //! s                                   one answer of it;  s*3 its answers until three events;  s- hang up
 //! s~mark                              its events up to one that has the mark
 //! POST /v3/kv/put {"key":"<~a>"}      the gateway; <…> is base64
+//! g: POST /v3/watch {}                an answer that goes on;  g+ one line of it;  g- hang up
 //! ```
 
 use std::collections::{BTreeMap, VecDeque};
@@ -36,6 +37,8 @@ struct Side {
     address: SocketAddr,
     client: Client,
     lines: BTreeMap<String, Line>,
+    /// Answers of the gateway that go on.
+    going: BTreeMap<String, Connection>,
     /// Events that came with others and were not asked for yet, by stream.
     unread: BTreeMap<String, VecDeque<String>>,
     /// The revision the case began with.
@@ -57,6 +60,7 @@ impl Pair {
             address,
             client: Client::connect(address).await.expect("the server can be reached"),
             lines: BTreeMap::new(),
+            going: BTreeMap::new(),
             unread: BTreeMap::new(),
             base: 0,
             ids: Vec::new(),
@@ -104,6 +108,7 @@ impl Pair {
 impl Side {
     async fn begin(&mut self) {
         self.lines.clear();
+        self.going.clear();
         self.unread.clear();
         self.ids.clear();
         let mut nothing = request("KV/Range");
@@ -128,6 +133,21 @@ impl Side {
 
     /// Does what a line says, and answers what can be compared.
     async fn step(&mut self, prefix: &str, line: &str) -> Result<String, Status> {
+        let broken = |broken: std::io::Error| Status::unknown(broken.to_string());
+        if let Some((name, line)) = line.split_once(": ").filter(|(name, _)| name.len() == 1) {
+            let bytes = self.gateway_request(prefix, line);
+            let mut connection = Connection::open(self.address).await.map_err(broken)?;
+            let head = connection.begin(&bytes).await.map_err(broken)?;
+            self.going.insert(name.into(), connection);
+            return Ok(self.gateway_told(&head));
+        }
+        if let Some(name) = line.strip_suffix('+').filter(|name| name.len() == 1) {
+            let missing = || Status::unknown("nothing goes on under that name");
+            let connection = self.going.get_mut(name).ok_or_else(missing)?;
+            let chunk = connection.chunk().await.map_err(broken)?.unwrap_or_default();
+            let answer = http::Answer { body: chunk, ..http::Answer::default() };
+            return Ok(self.gateway_told(&answer));
+        }
         if line.starts_with(|c: char| c.is_ascii_uppercase()) {
             return self
                 .gateway(prefix, line)
@@ -160,6 +180,7 @@ impl Side {
         }
         if let Some(name) = line.strip_suffix('-').filter(|name| name.len() == 1) {
             self.lines.remove(name);
+            self.going.remove(name);
             return Ok(String::new());
         }
         let (path, request) = self.parse(prefix, line);
@@ -205,12 +226,23 @@ impl Side {
         Ok(told.join("\n"))
     }
 
-    async fn gateway(&mut self, prefix: &str, line: &str) -> std::io::Result<String> {
+    fn gateway_request(&self, prefix: &str, line: &str) -> Vec<u8> {
         let (method, rest) = line.split_once(' ').expect("a method");
         let (target, body) = rest.split_once(' ').unwrap_or((rest, ""));
         let body = self.with_revisions(&encoded(prefix, body));
-        let bytes = http::request(self.address, method, target, None, body.as_bytes());
-        let answer = Connection::open(self.address).await?.exchange(&bytes).await?;
+        http::request(self.address, method, target, None, body.as_bytes())
+    }
+
+    async fn gateway(&mut self, prefix: &str, line: &str) -> std::io::Result<String> {
+        let bytes = self.gateway_request(prefix, line);
+        let mut answer = Connection::open(self.address).await?.exchange(&bytes).await?;
+        if line.contains("/maintenance/snapshot") && answer.status == 200 {
+            answer.body = pieces(&answer.text()).into_bytes();
+        }
+        Ok(self.gateway_told(&answer))
+    }
+
+    fn gateway_told(&self, answer: &http::Answer) -> String {
         let mut text = answer.text();
         for field in ["revision", "mod_revision", "create_revision", "compact_revision"] {
             text = self.relative_in(&text, field);
@@ -228,12 +260,22 @@ impl Side {
         ] {
             text = replace(&text, field, |_| "<id>".into());
         }
+        if let Some((before, hash)) = text.split_once("\"hash\":") {
+            let end = hash.find(|c: char| !c.is_ascii_digit()).unwrap_or(hash.len());
+            text =
+                format!("{before}\"hash\":{}{}", if end > 0 { "<hash>" } else { "" }, &hash[end..]);
+        }
+        // Seconds pass between the two.
+        text = replace(&text, "TTL", |ttl| match ttl.parse::<i64>() {
+            Ok(ttl) if ttl > 50 => ((ttl + 99) / 100 * 100).to_string(),
+            _ => ttl.into(),
+        });
         // What is wrong with JSON is told in the words of the library that reads it.
         if answer.status == 400 && text.contains("\"code\":3") && !text.contains("etcdserver") {
             text = "no such JSON, code 3".into();
         }
         let content_type = answer.header("content-type").unwrap_or("(no type)");
-        Ok(format!("{}\n{content_type}\n{text}", answer.status))
+        format!("{}\n{content_type}\n{text}", answer.status)
     }
 
     fn relative_in(&self, text: &str, field: &str) -> String {
@@ -545,6 +587,22 @@ impl Side {
         });
         format!("#{}", known + 1)
     }
+}
+
+/// The form of a snapshot: its bytes are each server's own, and so is how many pieces they come in.
+fn pieces(text: &str) -> String {
+    let mut forms: Vec<String> = Vec::new();
+    for line in text.lines() {
+        let Ok(piece) = serde_json::from_str::<serde_json::Value>(line) else { return text.into() };
+        let Some(result) = piece["result"].as_object() else { return text.into() };
+        let mut form: Vec<&str> = result.keys().map(String::as_str).collect();
+        form.sort_unstable();
+        let form = form.join(" and ");
+        if forms.last() != Some(&form) {
+            forms.push(form);
+        }
+    }
+    forms.join(", then ")
 }
 
 /// `x128` repeats what is before it.

@@ -3,6 +3,7 @@
 
 pub(crate) mod grpc;
 pub(crate) mod http;
+pub(crate) mod http2;
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener as StdListener};
 use std::path::Path;
@@ -41,7 +42,7 @@ pub(crate) fn program(name: &str) -> Command {
 }
 
 /// A folder for data that need not outlive the test: in memory where the system has such a place.
-fn scratch() -> TempDir {
+pub(crate) fn scratch() -> TempDir {
     let memory = Path::new("/dev/shm");
     if memory.is_dir() { TempDir::new_in(memory) } else { TempDir::new() }.unwrap()
 }
@@ -55,16 +56,21 @@ pub(crate) struct Etcd {
 
 impl Etcd {
     pub(crate) async fn start() -> Self {
+        Self::start_with(&[]).await
+    }
+
+    /// With further arguments.
+    pub(crate) async fn start_with(more: &[&str]) -> Self {
         // A port that was free a moment ago may be taken by now: then etcd ends at once, and we try again.
         for _ in 0..10 {
-            if let Some(etcd) = Self::try_start().await {
+            if let Some(etcd) = Self::try_start(more).await {
                 return etcd;
             }
         }
         panic!("etcd did not start in ten attempts");
     }
 
-    async fn try_start() -> Option<Self> {
+    async fn try_start(more: &[&str]) -> Option<Self> {
         let folder = scratch();
         // Both held until both are known: they differ.
         let (client, peer) = (free_port(), free_port());
@@ -80,6 +86,7 @@ impl Etcd {
             .args(["--listen-client-urls", &client_url, "--advertise-client-urls", &client_url])
             .args(["--listen-peer-urls", &peer_url, "--initial-advertise-peer-urls", &peer_url])
             .args(["--initial-cluster", &format!("vedetta={peer_url}")])
+            .args(more)
             .env_remove("ETCD_DATA_DIR")
             .stdin(Stdio::null())
             .stdout(log.try_clone().unwrap())
@@ -119,6 +126,13 @@ impl Drop for Etcd {
 
 fn free_port() -> StdListener {
     StdListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap()
+}
+
+/// A database in a folder, without a reserve beside it.
+pub(crate) fn database(folder: &TempDir) -> vedetta_db::Options {
+    let mut options = vedetta_db::Options::new(folder.path().join("vedetta.db"));
+    options.ballast = 0;
+    options
 }
 
 /// Our server in this process; it ends with this value.
@@ -161,10 +175,26 @@ impl Ours {
         folder: TempDir,
         change: impl FnOnce(Endpoint) -> Endpoint,
     ) -> Self {
-        let mut options = vedetta_db::Options::new(folder.path().join("vedetta.db"));
-        options.ballast = 0;
-        let db = Db::open(&options, &[SCHEMA]).unwrap();
+        let db = Db::open(&database(&folder), &[SCHEMA]).unwrap();
         let store = Store::open(db, Options::default()).await.unwrap();
+        Self::serve_on(address, folder, store, change).await
+    }
+
+    /// On a store of the caller's, which is in the folder.
+    pub(crate) async fn serving(
+        folder: TempDir,
+        store: Store,
+        change: impl FnOnce(Endpoint) -> Endpoint,
+    ) -> Self {
+        Self::serve_on((Ipv4Addr::LOCALHOST, 0).into(), folder, store, change).await
+    }
+
+    async fn serve_on(
+        address: SocketAddr,
+        folder: TempDir,
+        store: Store,
+        change: impl FnOnce(Endpoint) -> Endpoint,
+    ) -> Self {
         let listener = tokio::net::TcpListener::bind(address).await.unwrap();
         let address = listener.local_addr().unwrap();
         let stop = CancellationToken::new();
