@@ -53,6 +53,7 @@ pub struct Options {
 /// Faults planted by the torture suite, which must notice each of them. The product has no way to ask
 /// for one: the setter exists under the feature `torture` only.
 #[derive(Debug, Clone, Default)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a fault of its own")]
 pub struct Torture {
     /// Open files through this SQLite VFS.
     pub vfs: Option<String>,
