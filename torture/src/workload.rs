@@ -139,6 +139,7 @@ impl Writer {
     }
 
     /// The same for tries that are one for the store.
+    #[expect(clippy::needless_pass_by_value, reason = "an answer is noted once")]
     fn answered_to(
         &self,
         ids: &[u64],
@@ -380,12 +381,12 @@ impl Writer {
             (Ok(first), Ok(second)) if first.keys != second.keys => {
                 (self.notes)(Note::Trouble(format!("two reads at {} differ", at.0)));
             }
-            (Err(KvError::Unreadable(why)), _) | (_, Err(KvError::Unreadable(why))) => {
-                if self.failing == Failing::Wrong {
-                    (self.notes)(Note::Trouble(format!("cannot read at {}: {why}", at.0)));
-                }
+            (Err(KvError::Unreadable(why)), _) | (_, Err(KvError::Unreadable(why)))
+                if self.failing == Failing::Wrong =>
+            {
+                (self.notes)(Note::Trouble(format!("cannot read at {}: {why}", at.0)));
             }
-            _ => {} // compacted, or before the first revision
+            _ => {} // compacted, before the first revision, or not to be read
         }
         Ok(())
     }

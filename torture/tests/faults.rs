@@ -198,7 +198,6 @@ impl Run {
         for answer in &*self.answers.lock() {
             let clear = match (self.fault, answer) {
                 (_, Note::Refused { why, .. }) if !is_about_the_disk(why) => true,
-                (None, _) => false,
                 (Some(fault), Note::Refused { why, .. }) => match fault {
                     Planted::Operation(_, Fault::Full, _) => why == "the disk is full",
                     Planted::Operation(_, Fault::Error, _) => why.contains("an fsync failed"),

@@ -154,7 +154,8 @@ impl Callers {
             self.field("content-type", 31, "application/grpc");
             self.field("te", 0, "trailers");
             let length = self.out.len() - at - HEAD;
-            self.out[at..at + 3].copy_from_slice(&(length as u32).to_be_bytes()[1..]);
+            let length = u32::try_from(length).expect("fields are short").to_be_bytes();
+            self.out[at..at + 3].copy_from_slice(&length[1..]);
             frame(&mut self.out, DATA, END, stream, message.len());
             self.out.put_slice(&message);
             let asked = Asked { at: Instant::now(), answer: BytesMut::new(), check };

@@ -54,7 +54,7 @@ impl Store {
         let ranged = self.range(request).await.map_err(|error| {
             SourceError::Lost("cannot read the store".into(), Some(Box::new(error)))
         })?;
-        Ok(ranged.keys.first().map(|found| found.modified()))
+        Ok(ranged.keys.first().map(crate::KeyValue::modified))
     }
 }
 

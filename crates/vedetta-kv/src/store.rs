@@ -194,8 +194,9 @@ impl Store {
     /// The same store, but what this handle writes is refused with [`KvError::Busy`] when more waits than the
     /// queue takes: for a server, whose clients are many and can be told to come back.
     #[must_use]
-    pub fn impatient(&self) -> Self {
-        Self { impatient: true, ..self.clone() }
+    pub fn impatient(mut self) -> Self {
+        self.impatient = true;
+        self
     }
 
     /// Whether a put would be taken now, and why not: asks the writer, which stores nothing for it. The
