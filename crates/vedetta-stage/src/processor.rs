@@ -591,16 +591,20 @@ impl<E: Entity, B: Backend<E>> StageQueue<E, B> {
         has_room.then(|| (fastrand::i64(..), self.lease + self.lease / FRESH))
     }
 
-    /// Hands over what is held.
+    /// Hands over what is held. An entity that was saved since it was read here is given back, to be read again: who
+    /// saves it writes to its record of the system stage, which is then not gone. The stage that saved it may be the
+    /// one that was wanted, and would run a second time on what it has already seen.
     async fn hand_over(
         &self,
         ended: &[(Claim, End<Outcome<E>>)],
         going: Vec<Vec<Going>>,
-        held: &HashSet<i64>,
+        answer: &Answer,
         since: Instant,
     ) {
-        for ((claim, end), going) in ended.iter().zip(going) {
+        let held = &answer.held;
+        for (((claim, end), going), saved) in ended.iter().zip(going).zip(&answer.saved) {
             let End::Done(Outcome::Sorted(entity, _)) = end else { continue };
+            let is_fresh = matches!(saved, Ok(Saved::Settled(Settled::Gone)));
             for Going { lane, hold, .. } in going {
                 let Some(token) = hold.map(|(token, _)| token).filter(|token| held.contains(token))
                 else {
@@ -608,9 +612,11 @@ impl<E: Entity, B: Backend<E>> StageQueue<E, B> {
                 };
                 let claim = Claim { id: Arc::clone(&claim.id), token, failures: 0 };
                 let handed = match cloned(entity) {
-                    Ok(entity) => self.desks[&lane].hand(Handing { claim, entity, since }),
+                    Ok(entity) if is_fresh => {
+                        self.desks[&lane].hand(Handing { claim, entity, since })
+                    }
                     // Read from the table, it need not be cloned.
-                    Err(_) => Err(claim),
+                    Ok(_) | Err(_) => Err(claim),
                 };
                 if let Err(claim) = handed {
                     give_back(self.backend.records(), lane, vec![claim]).await;
@@ -719,7 +725,7 @@ impl<E: Entity, B: Backend<E>> Queue for StageQueue<E, B> {
         let answer = answer.map_err(|error| failed("settling records", error))?;
         self.comes_back(&answer.saved);
         if !answer.held.is_empty() {
-            self.hand_over(ended, going, &answer.held, since).await;
+            self.hand_over(ended, going, &answer, since).await;
         }
         let answers = answer.saved;
         let mut settled = Vec::with_capacity(answers.len());
