@@ -8,9 +8,10 @@
 //!                       was dropped, or this process ended
 //! ```
 //!
-//! What a command that ended by itself leaves in the background goes on as long as this process does; on
-//! Linux a guard ends it then, together with all that runs, whatever group or session it is in. Elsewhere,
-//! what runs when this process is killed goes on. Neither the arguments nor the input nor the output are
+//! On Linux "all of it" is what has the run's mark in its environment, too, whatever group or session it is in.
+//! What a command that ended by itself leaves in the background goes on as long as this process does; then a
+//! guard ends it, together with all that runs. Elsewhere, what left the group goes on, and what runs when this
+//! process is killed. Neither the arguments nor the input nor the output are
 //! ever logged here: they may hold secrets.
 
 mod guard;
@@ -28,6 +29,7 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::process::Child;
 use tokio::time::timeout;
 
+use guard::Mark;
 pub use output::Watch;
 use output::{Stderr, Stdout};
 
@@ -177,7 +179,8 @@ impl Command {
         watch: Option<&dyn Watch>,
         stop: Option<impl Future<Output = &'a [Duration]> + Send>,
     ) -> Result<Option<Box<RawValue>>, CommandError> {
-        let guarded = guard::ids().map_err(CommandError::Guard)?;
+        let mark = Mark::new();
+        let guarded = guard::ids(&mark).map_err(CommandError::Guard)?;
         let child = tokio::process::Command::new(&self.program)
             .args(&self.arguments)
             .envs(self.variables.iter().map(|(name, value)| (name, value)))
@@ -189,11 +192,11 @@ impl Command {
             .kill_on_drop(true) // after the group, which has no other way to be waited for
             .spawn()
             .map_err(|error| CommandError::Start(self.program.clone(), error))?;
-        let mut group = Group(child);
+        let mut group = Group(child, mark);
         let stdin = group.0.stdin.take();
         let pipes = (group.0.stdout.take(), group.0.stderr.take());
         let (mut stdout, mut stderr) = (Stdout::new(watch), Stderr::new(watch));
-        let (pid, mut is_asked) = (group.pid(), false);
+        let (pid, mut is_asked, mut is_killed) = (group.pid(), false, false);
         let ended = {
             let feed = async move {
                 if let Some(mut stdin) = stdin {
@@ -214,6 +217,7 @@ impl Command {
                     signal(pid, Signal::TERM);
                     tokio::time::sleep(*wait).await;
                 }
+                is_killed = true;
                 signal(pid, Signal::KILL);
                 pending::<()>().await;
             };
@@ -241,6 +245,9 @@ impl Command {
             }
             ended
         };
+        if is_killed {
+            group.1.kill();
+        }
         let (result, stderr) = (stdout.end(), stderr.end());
         match ended {
             Ok(Ok(status)) if status.success() || is_asked => Ok(result),
@@ -253,15 +260,18 @@ impl Command {
 
 /// A command and all it started, as long as it has not been waited for: until then its number is not
 /// given to another.
-struct Group(Child);
+struct Group(Child, Mark);
 
 impl Group {
     fn pid(&self) -> Option<Pid> {
         self.0.id().and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw)
     }
 
+    /// Nothing if it has been waited for.
     fn kill(&self) {
-        signal(self.pid(), Signal::KILL);
+        let Some(pid) = self.pid() else { return };
+        signal(Some(pid), Signal::KILL);
+        self.1.kill();
     }
 }
 
