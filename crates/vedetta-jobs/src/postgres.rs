@@ -35,15 +35,19 @@ use vedetta_db::postgres::{GenericClient, Heard, Postgres, PostgresError, Transa
 use self::enqueue::{Asked, FEW};
 use crate::bells::{Bells, Ear};
 use crate::job::{
-    Claim, Enqueued, Fate, Given, JobId, JobsError, Json, LONGEST_NAME, LONGEST_TEXT, NewJob, Note,
-    PRIORITY_STEP, QueueCounts, shortened, tail,
+    Claim, Enqueued, Fate, Given, JobId, JobsError, Json, LOG_TAIL, LONGEST_NAME, LONGEST_TEXT,
+    NewJob, Note, PRIORITY_STEP, QueueCounts, shortened, tail,
 };
 use crate::port::{Jobs, Taken, Wanted};
 
 /// The tables of the jobs, for [`Postgres::open`].
 pub const SCHEMA: Schema = Schema {
     component: "jobs",
-    steps: &[include_str!("postgres/schema.sql"), include_str!("postgres/functions.sql")],
+    steps: &[
+        include_str!("postgres/schema.sql"),
+        include_str!("postgres/functions.sql"),
+        include_str!("postgres/keep.sql"),
+    ],
 };
 
 const _: () = assert!(PRIORITY_STEP.as_secs() == 60, "the statements say so, too");
@@ -54,6 +58,13 @@ const CHANNEL: &str = "vedetta_job";
 /// After so many jobs what is left of their rows is cleared away, or after a quarter of those that wait. The
 /// server does it itself, but every minute at best, and a million dead rows slow down who looks for live ones.
 const CLEAR_AFTER: i64 = 200_000;
+
+/// What cannot be noted as somebody has the job locked is told again this often, for so long: who tells of it at the
+/// same time is done by then.
+const LOOK_AGAIN: Duration = Duration::from_millis(5);
+const PATIENCE: Duration = Duration::from_secs(1);
+
+const _: () = assert!(LOG_TAIL == 16_384, "the statements say so, too");
 
 /// Of so many settlements one sums up what the others counted.
 const SUM_UP: u32 = 200;
@@ -314,6 +325,27 @@ fn claim(row: &Row) -> Result<Claim, Error> {
     Ok(Claim { id: JobId(id.unsigned_abs()), token: row.try_get(1)? })
 }
 
+/// Prolongs leases, and notes what there is to tell. Those that were still held, and whether it was noted.
+async fn keep(
+    db: &impl GenericClient,
+    held: &[&(Claim, Note)],
+) -> Result<HashMap<Claim, bool>, Error> {
+    let (ids, tokens) = columns(held.iter().map(|(claim, _)| claim));
+    let progress = |(_, note): &&(Claim, Note)| {
+        note.progress.filter(|progress| !progress.is_nan()).map(|progress| progress.clamp(0.0, 1.0))
+    };
+    let message = |(_, note): &&(Claim, Note)| {
+        note.message.as_deref().map(|message| shortened(message, LONGEST_TEXT))
+    };
+    let log = |(_, note): &&(Claim, Note)| (!note.log.is_empty()).then(|| tail("", &note.log));
+    let progress: Vec<Option<f32>> = held.iter().map(progress).collect();
+    let messages: Vec<Option<String>> = held.iter().map(message).collect();
+    let logs: Vec<Option<String>> = held.iter().map(log).collect();
+    let statement = db.prepare_cached(KEEP).await?;
+    let rows = db.query(&statement, &[&ids, &tokens, &progress, &messages, &logs]).await?;
+    rows.iter().map(|row| Ok((claim(row)?, row.try_get(2)?))).collect()
+}
+
 /// Has jobs be over that are done or dead. Those that were still held.
 async fn over(db: &impl GenericClient, ends: &[&(Claim, Fate)]) -> Result<Vec<Claim>, Error> {
     let mut states: Vec<i16> = Vec::with_capacity(ends.len());
@@ -486,40 +518,25 @@ impl Jobs for PostgresJobs {
             return Ok(Vec::new());
         }
         let client = self.desk.db.client().await?;
-        let logging = held.iter().filter(|(_, note)| !note.log.is_empty()).map(|(claim, _)| claim);
-        let (logging, tokens) = columns(logging);
-        let mut logs: HashMap<i64, String> = HashMap::new();
-        if !logging.is_empty() {
-            // Nobody else writes to the log of a job that is held.
-            let sql = "SELECT j.id, j.log FROM unnest($1::bigint[], $2::bigint[]) AS u (id, token)
-                           CROSS JOIN LATERAL (SELECT id, log, token FROM vedetta_job
-                                               WHERE id = u.id) AS j
-                       WHERE j.token = u.token";
-            for row in client.query(sql, &[&logging, &tokens]).await? {
-                let log: Option<String> = row.try_get(1)?;
-                logs.insert(row.try_get(0)?, log.unwrap_or_default());
+        let mut ours: HashSet<Claim> = HashSet::with_capacity(held.len());
+        let mut left: Vec<&(Claim, Note)> = held.iter().collect();
+        let began = Instant::now();
+        loop {
+            let kept = keep(&client, &left).await?;
+            for (claim, _) in &left {
+                if kept.contains_key(claim) {
+                    ours.insert(*claim)
+                } else {
+                    ours.remove(claim)
+                };
             }
+            left.retain(|(claim, note)| !note.is_empty() && kept.get(claim) == Some(&false));
+            if left.is_empty() || began.elapsed() > PATIENCE {
+                break;
+            }
+            tokio::time::sleep(LOOK_AGAIN).await;
         }
-        let (ids, tokens) = columns(held.iter().map(|(claim, _)| claim));
-        let progress = |(_, note): &(Claim, Note)| {
-            note.progress
-                .filter(|progress| !progress.is_nan())
-                .map(|progress| progress.clamp(0.0, 1.0))
-        };
-        let message = |(_, note): &(Claim, Note)| {
-            note.message.as_deref().map(|message| shortened(message, LONGEST_TEXT))
-        };
-        let log = |(claim, note): &(Claim, Note)| {
-            let log = logs.get(&number(claim.id)).filter(|_| !note.log.is_empty());
-            log.map(|log| tail(log, &note.log))
-        };
-        let progress: Vec<Option<f32>> = held.iter().map(progress).collect();
-        let messages: Vec<Option<String>> = held.iter().map(message).collect();
-        let logs: Vec<Option<String>> = held.iter().map(log).collect();
-        let keep = client.prepare_cached(KEEP).await?;
-        let rows = client.query(&keep, &[&ids, &tokens, &progress, &messages, &logs]).await?;
-        let kept = rows.iter().map(claim).collect::<Result<HashSet<Claim>, Error>>()?;
-        let answer = |held| if kept.contains(held) { Kept::Ours } else { Kept::Lost };
+        let answer = |held| if ours.contains(held) { Kept::Ours } else { Kept::Lost };
         Ok(held.iter().map(|(claim, _)| answer(claim)).collect())
     }
 
