@@ -17,7 +17,7 @@ use async_trait::async_trait;
 use parking_lot::Mutex;
 use vedetta_core::JobState;
 use vedetta_core::queue::{Kept, Settled, Woken};
-use vedetta_db::rusqlite::{self, Connection, OptionalExtension as _, params};
+use vedetta_db::rusqlite::{self, Connection, OptionalExtension as _, Row, params};
 use vedetta_db::{
     Clock, CommitError, Db, Mirror, Purpose, ReadError, Rows, Schema, Stop, WriteError,
 };
@@ -282,6 +282,38 @@ impl SqliteJobs {
         self.desk.enqueue(tx, jobs)
     }
 
+    /// The numbers here of jobs that are kept elsewhere, by what keeps them and their ids there; nothing for
+    /// one of which nothing was told.
+    pub async fn records_of(
+        &self,
+        connection: &str,
+        ids: &[JobId],
+    ) -> Result<Vec<Option<JobId>>, JobsError> {
+        let (connection, ids) = (connection.to_owned(), ids.to_owned());
+        let read = self.db.read(move |db| {
+            let sql = "SELECT id FROM job
+                       WHERE connection = ?1 AND foreign_id = ?2 AND connection IS NOT NULL";
+            let mut find = db.prepare_cached(sql)?;
+            let found = ids.iter().map(|id| {
+                let row = params![connection, id.0.cast_signed()];
+                let found = find.query_row(row, |row| row.get::<_, i64>(0)).optional()?;
+                Ok(found.map(|id| JobId(id.unsigned_abs())))
+            });
+            found.collect()
+        });
+        Ok(read.await?)
+    }
+
+    /// Notes that a job which is kept elsewhere was called off: what is told of it later changes nothing. It
+    /// may be known only now when exactly it was asked for.
+    pub async fn cancel_record(
+        &self,
+        id: JobId,
+        queued_at: Option<SystemTime>,
+    ) -> Result<Change, JobsError> {
+        self.write(Purpose::Reclaim, move |tx, desk| desk.cancel_record(tx, id, queued_at)).await
+    }
+
     /// Settles a job as done in a closure of [`Db::write`], so that what else is written there happens once:
     /// refuse the closure if this says no, as then somebody else has the job.
     pub fn done_in(
@@ -462,11 +494,35 @@ impl Ledger for SqliteJobs {
 
 #[async_trait]
 impl Monitor for SqliteJobs {
-    async fn tell(&self, jobs: &[Job]) {
+    async fn tell(&self, jobs: &[Job]) -> Result<Vec<bool>, JobsError> {
         let jobs = jobs.to_owned();
+        let has_end = jobs.iter().any(|job| job.status.is_over());
         let record = move |tx: &Connection, desk: &Desk| desk.record(tx, &jobs);
-        if let Err(error) = self.write(Purpose::Store, record).await {
-            tracing::warn!(error = vedetta_core::explain(&error), "steps of jobs are not recorded");
+        if has_end {
+            self.write(Purpose::Reclaim, record).await
+        } else {
+            self.write_lazily(record).await
         }
+    }
+
+    async fn ended(
+        &self,
+        connection: &str,
+        jobs: &[(JobId, SystemTime)],
+    ) -> Result<Vec<bool>, JobsError> {
+        let (connection, jobs) = (connection.to_owned(), jobs.to_owned());
+        let read = self.db.read(move |db| {
+            let sql = "SELECT state, queued_at FROM job
+                       WHERE connection = ?1 AND foreign_id = ?2 AND connection IS NOT NULL";
+            let mut find = db.prepare_cached(sql)?;
+            let ended = jobs.iter().map(|(id, queued_at)| {
+                let row = params![connection, id.0.cast_signed()];
+                let found = |row: &Row<'_>| Ok((row.get::<_, i64>(0)?, row.get::<_, i64>(1)?));
+                let found = find.query_row(row, found).optional()?;
+                Ok(found.is_some_and(|(state, at)| state < 10 && at == Clock::at(*queued_at)))
+            });
+            ended.collect()
+        });
+        Ok(read.await?)
     }
 }

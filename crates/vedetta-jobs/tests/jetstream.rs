@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use async_nats::jetstream::consumer::{AckPolicy, pull};
 use async_nats::jetstream::{Context, stream};
@@ -20,10 +20,11 @@ use tokio::task::JoinSet;
 use vedetta_core::JobState;
 use vedetta_core::queue::{Kept, Settled, Woken};
 use vedetta_jobs::jetstream::{JetStream, Options};
+use vedetta_jobs::sqlite::SqliteJobs;
 use vedetta_jobs::{
-    BoxError, Claim, Cost, DEFAULT_QUEUE, Ear, Enqueued, Fate, Given, Job, JobId, Jobs, JobsError,
-    Kind, Kinds, Ledger as _, Monitor, NewJob, Note, Outcome, Taken, Wanted, When, Work, Worker,
-    Working,
+    BoxError, Claim, Cost, DEFAULT_QUEUE, Ear, Enqueued, Fate, Filter, Given, Job, JobId, Jobs,
+    JobsError, Kind, Kinds, Ledger as _, Monitor, NewJob, Note, Outcome, Taken, Wanted, When, Work,
+    Worker, Working,
 };
 
 use crate::suite::{HOUR, World, done, eventually};
@@ -283,6 +284,7 @@ mod at_work {
             whatever_a_handler_does_is_its_jobs_alone
             a_job_can_ask_to_be_tried_later
             what_nobody_can_do_is_not_tried_for_ever
+            what_becomes_of_a_job_is_one_trace
         }
     }
 }
@@ -855,8 +857,17 @@ async fn a_monitor_is_told_of_each_step() {
     struct Diary(Mutex<Vec<Job>>);
     #[async_trait::async_trait]
     impl Monitor for Diary {
-        async fn tell(&self, jobs: &[Job]) {
+        async fn tell(&self, jobs: &[Job]) -> Result<Vec<bool>, JobsError> {
             self.0.lock().extend_from_slice(jobs);
+            Ok(vec![true; jobs.len()])
+        }
+
+        async fn ended(
+            &self,
+            _: &str,
+            jobs: &[(JobId, SystemTime)],
+        ) -> Result<Vec<bool>, JobsError> {
+            Ok(vec![false; jobs.len()])
         }
     }
     let server = Server::start().await;
@@ -887,15 +898,313 @@ async fn a_monitor_is_told_of_each_step() {
     assert!(told[5].ended_at.is_some() && jobs.left_out() == 0);
 }
 
-#[tokio::test]
-async fn every_job_of_many_is_ended_in_the_records_once() {
-    const MANY: usize = 5_000;
-    let server = Server::start().await;
+/// The embedded records, and where they are.
+async fn records() -> (tempfile::TempDir, Arc<SqliteJobs>) {
     let folder = tempfile::tempdir().unwrap();
     let mut options = vedetta_db::Options::new(folder.path().join("jobs.db"));
     options.ballast = 0;
     let db = vedetta_db::Db::open(&options, &[vedetta_jobs::sqlite::SCHEMA]).unwrap();
-    let records = Arc::new(vedetta_jobs::sqlite::SqliteJobs::open(db).await.unwrap());
+    (folder, Arc::new(SqliteJobs::open(db).await.unwrap()))
+}
+
+/// The only record there is.
+async fn record(records: &SqliteJobs) -> Job {
+    let mut page = records.list(&Filter::default(), None, 10).await.unwrap();
+    assert_eq!(page.jobs.len(), 1, "{page:?}");
+    page.jobs.remove(0)
+}
+
+/// Records that fail, before or after they have written down an end.
+struct Failing {
+    records: Arc<SqliteJobs>,
+    /// So many ends fail.
+    left: AtomicU32,
+    writes: bool,
+}
+
+#[async_trait]
+impl Monitor for Failing {
+    async fn tell(&self, jobs: &[Job]) -> Result<Vec<bool>, JobsError> {
+        let less = |left: u32| left.checked_sub(1);
+        if jobs.iter().any(|job| job.status.is_over())
+            && self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less).is_ok()
+        {
+            if self.writes {
+                self.records.tell(jobs).await?;
+            }
+            return Err(JobsError::Unavailable("no answer".into()));
+        }
+        self.records.tell(jobs).await
+    }
+
+    async fn ended(
+        &self,
+        connection: &str,
+        jobs: &[(JobId, SystemTime)],
+    ) -> Result<Vec<bool>, JobsError> {
+        self.records.ended(connection, jobs).await
+    }
+}
+
+#[tokio::test]
+async fn an_end_is_recorded_before_it_is_acknowledged_and_told_again_until_it_is() {
+    let server = Server::start().await;
+    let context = stranger(&server).await;
+    for (writes, fate, state) in [
+        (false, done(), JobState::Done),
+        (true, done(), JobState::Done),
+        (false, suite::dead(), JobState::Dead),
+        (true, suite::dead(), JobState::Dead),
+    ] {
+        let (_folder, records) = records().await;
+        let monitor = Failing { records: Arc::clone(&records), left: AtomicU32::new(2), writes };
+        let monitor: Arc<dyn Monitor> = Arc::new(monitor);
+        let jobs = JetStream::open(&server.url(), patient(), Some(monitor)).await.unwrap();
+        jobs.enqueue(&[NewJob::new("film")]).await.unwrap();
+        let claim = comes(&jobs).await.claim;
+        for _ in 0..2 {
+            let settled = jobs.settle(&[(claim, fate.clone())]).await;
+            assert!(matches!(settled, Err(JobsError::Unavailable(_))), "{settled:?}");
+            assert_eq!(count(&context, STREAM).await, 1, "it is not acknowledged yet");
+        }
+        let expected = if state == JobState::Done { Settled::Gone } else { Settled::Parked };
+        assert_eq!(settle(&jobs, claim, fate).await, expected);
+        assert_eq!(count(&context, STREAM).await, 0);
+        assert_eq!(record(&records).await.status, state);
+        jobs.close().await;
+    }
+}
+
+#[tokio::test]
+async fn what_has_ended_in_the_records_is_acknowledged_and_not_run_again() {
+    let server = Server::start().await;
+    let context = stranger(&server).await;
+    let (_folder, records) = records().await;
+    let left = AtomicU32::new(u32::MAX);
+    let monitor: Arc<dyn Monitor> =
+        Arc::new(Failing { records: Arc::clone(&records), left, writes: true });
+    let jobs = JetStream::open(&server.url(), quick(), Some(monitor)).await.unwrap();
+    jobs.enqueue(&[NewJob::new("film")]).await.unwrap();
+    let claim = comes(&jobs).await.claim;
+    // The worker is gone between the record and the acknowledgement.
+    assert!(jobs.settle(&[(claim, done())]).await.is_err());
+    let ended = record(&records).await;
+    assert_eq!(ended.status, JobState::Done);
+    drop(jobs);
+
+    let monitor: Arc<dyn Monitor> = Arc::clone(&records) as _;
+    let jobs = JetStream::open(&server.url(), quick(), Some(monitor)).await.unwrap();
+    eventually("it is gone", async || {
+        assert!(take(&jobs, 1).await.is_empty(), "it was done");
+        count(&context, STREAM).await == 0
+    })
+    .await;
+    let still = record(&records).await;
+    assert_eq!((still.status, still.ended_at), (JobState::Done, ended.ended_at));
+    // A stream that was made anew gives the same numbers to other jobs.
+    drop(jobs);
+    context.delete_stream(STREAM).await.unwrap();
+    let monitor: Arc<dyn Monitor> = Arc::clone(&records) as _;
+    let jobs = JetStream::open(&server.url(), quick(), Some(monitor)).await.unwrap();
+    jobs.enqueue(&[NewJob::new("film").payload(&"another").unwrap()]).await.unwrap();
+    let another = comes(&jobs).await;
+    assert_eq!((another.claim.id, another.payload.get()), (claim.id, "\"another\""));
+    eventually("it is seen to run", async || record(&records).await.status == JobState::Running)
+        .await;
+    assert_eq!(settle(&jobs, another.claim, done()).await, Settled::Gone);
+    assert_eq!(record(&records).await.payload.get(), "\"another\"");
+    assert_eq!(records.queues().await.unwrap()[0].done, 1);
+}
+
+#[tokio::test]
+async fn a_late_step_does_not_set_an_ended_record_back() {
+    let server = Server::start().await;
+    let (_folder, records) = records().await;
+    let steps = Arc::new(Steps { records: Arc::clone(&records), told: Mutex::default() });
+    let monitor: Arc<dyn Monitor> = Arc::clone(&steps) as _;
+    let jobs = JetStream::open(&server.url(), patient(), Some(monitor)).await.unwrap();
+    jobs.enqueue(&[NewJob::new("film")]).await.unwrap();
+    let claim = comes(&jobs).await.claim;
+    jobs.keep(&[(claim, Note { progress: Some(0.5), ..Note::default() })]).await.unwrap();
+    settle(&jobs, claim, done()).await;
+    let told = steps.told.lock().clone();
+    let end = told.last().unwrap().clone();
+    assert_eq!(end.status, JobState::Done);
+    for late in &told[..told.len() - 1] {
+        assert_eq!(records.tell(std::slice::from_ref(late)).await.unwrap(), [false], "{late:?}");
+        assert_eq!(record(&records).await.status, JobState::Done);
+    }
+    // The same end may be told again, and no other.
+    assert_eq!(records.tell(std::slice::from_ref(&end)).await.unwrap(), [true]);
+    for other in [
+        Job { status: JobState::Dead, ..end.clone() },
+        Job { worker: Some("bert".into()), ..end.clone() },
+    ] {
+        assert_eq!(records.tell(&[other]).await.unwrap(), [false]);
+    }
+    let record = record(&records).await;
+    assert_eq!((record.status, record.worker.as_deref()), (JobState::Done, Some("anna")));
+    assert_eq!(records.queues().await.unwrap()[0].done, 1);
+}
+
+/// Records, and what they were told.
+struct Steps {
+    records: Arc<SqliteJobs>,
+    told: Mutex<Vec<Job>>,
+}
+
+#[async_trait]
+impl Monitor for Steps {
+    async fn tell(&self, jobs: &[Job]) -> Result<Vec<bool>, JobsError> {
+        self.told.lock().extend_from_slice(jobs);
+        self.records.tell(jobs).await
+    }
+
+    async fn ended(
+        &self,
+        connection: &str,
+        jobs: &[(JobId, SystemTime)],
+    ) -> Result<Vec<bool>, JobsError> {
+        self.records.ended(connection, jobs).await
+    }
+}
+
+#[tokio::test]
+async fn records_of_what_still_waits_in_a_stream_are_not_removed() {
+    let server = Server::start().await;
+    let (_folder, records) = records().await;
+    let monitor: Arc<dyn Monitor> = Arc::clone(&records) as _;
+    let jobs = JetStream::open(&server.url(), patient(), Some(monitor)).await.unwrap();
+    jobs.enqueue(&vec![NewJob::new("film"); 4]).await.unwrap();
+    let given = take(&jobs, 3).await;
+    assert_eq!(given.len(), 3);
+    settle(&jobs, given[0].claim, done()).await;
+    settle(&jobs, given[1].claim, suite::dead()).await;
+    // By the clock of the records all of it is old.
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    let mut removed = 0;
+    loop {
+        match records.prune(Duration::ZERO, Duration::ZERO).await.unwrap() {
+            0 => break,
+            more => removed += more,
+        }
+    }
+    assert_eq!(removed, 2);
+    let left = records.list(&Filter::default(), None, 10).await.unwrap().jobs;
+    let left: Vec<JobState> = left.iter().map(|job| job.status).collect();
+    assert_eq!(left, [JobState::Waiting, JobState::Running]);
+}
+
+#[tokio::test]
+async fn a_dead_letter_that_cannot_be_stored_holds_up_nobody_and_its_job_comes_again() {
+    let server = Server::start().await;
+    let context = stranger(&server).await;
+    let full = stream::Config {
+        name: "MEDIA_DEAD".into(),
+        subjects: vec![quick().dead_subject()],
+        max_bytes: 64,
+        discard: stream::DiscardPolicy::New,
+        ..stream::Config::default()
+    };
+    context.create_stream(full).await.unwrap();
+    let jobs = open(&server, steady()).await;
+    jobs.enqueue(&vec![NewJob::new("film"); 3]).await.unwrap();
+    let mut given = Vec::new();
+    eventually("all three are there", async || {
+        given.extend(take(&jobs, 3).await);
+        given.len() == 3
+    })
+    .await;
+    let ended =
+        [(given[0].claim, done()), (given[1].claim, suite::dead()), (given[2].claim, done())];
+    let settled = jobs.settle(&ended).await.unwrap();
+    assert_eq!(settled, [Settled::Gone, Settled::Stale, Settled::Gone]);
+    let again = comes(&jobs).await;
+    assert_eq!((again.claim.id, again.attempt), (given[1].claim.id, 2));
+    assert_eq!((count(&context, STREAM).await, count(&context, "MEDIA_DEAD").await), (1, 0));
+}
+
+#[tokio::test]
+async fn an_end_that_is_the_last_of_many_and_too_late_leaves_the_others_confirmed() {
+    let server = Server::start().await;
+    let context = stranger(&server).await;
+    let jobs = open(&server, steady()).await;
+    jobs.enqueue(&vec![NewJob::new("film"); 4]).await.unwrap();
+    let first = comes(&jobs).await.claim;
+    let second = comes(&jobs).await.claim;
+    let late = comes(&jobs).await.claim;
+    let began = tokio::time::Instant::now();
+    while began.elapsed() < steady().ack_wait + Duration::from_millis(50) {
+        let kept = [(first, Note::default()), (second, Note::default())];
+        assert_eq!(jobs.keep(&kept).await.unwrap(), [Kept::Ours; 2]);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    let settled = jobs.settle(&[(first, done()), (second, done()), (late, done())]).await.unwrap();
+    assert_eq!(settled, [Settled::Gone, Settled::Gone, Settled::Stale]);
+    // They are gone by then, and not only soon.
+    assert_eq!(count(&context, STREAM).await, 2);
+}
+
+#[tokio::test]
+async fn a_paused_stream_hands_nothing_out_here_until_it_is_resumed() {
+    let server = Server::start().await;
+    let (jobs, begun) = (Arc::new(open(&server, steady()).await), Arc::default());
+    let others = open(&server, steady()).await;
+    let working = start(worker(2, Duration::ZERO, &begun), &jobs);
+    jobs.pause(true).await;
+    jobs.enqueue(&[NewJob::new("film")]).await.unwrap();
+    // Somebody else has it, and gives it back.
+    let given = comes(&others).await;
+    settle(&others, given.claim, Fate::Released).await;
+    assert!(take(&jobs, 1).await.is_empty());
+    assert_eq!(begun.load(Ordering::Relaxed), 0);
+    jobs.pause(false).await;
+    eventually("it is done", async || working.status().flow.done == 1).await;
+}
+
+#[tokio::test]
+async fn a_job_that_is_removed_from_its_stream_is_no_longer_its_workers() {
+    let server = Server::start().await;
+    let context = stranger(&server).await;
+    let (jobs, begun) = (Arc::new(open(&server, patient()).await), Arc::default());
+    let lease = patient().ack_wait;
+    let worker = worker(1, HOUR, &begun).lease(lease).heartbeat(patient().heartbeat);
+    let working = start(worker, &jobs);
+    let ids = jobs.enqueue(&vec![NewJob::new("film"); 2]).await.unwrap();
+    eventually("one runs", async || begun.load(Ordering::Relaxed) == 1).await;
+    jobs.remove(ids[1].id).await.unwrap();
+    assert_eq!(count(&context, STREAM).await, 1);
+    assert!(jobs.queued_at(ids[1].id).await.unwrap().is_none());
+    assert!(jobs.queued_at(ids[0].id).await.unwrap().is_some());
+    jobs.remove(ids[0].id).await.unwrap();
+    eventually("nothing runs", async || working.status().running == 0).await;
+    eventually("nothing is left", async || count(&context, STREAM).await == 0).await;
+    assert_eq!((begun.load(Ordering::Relaxed), working.status().flow.stale), (1, 1));
+}
+
+#[tokio::test]
+async fn two_workers_of_one_durable_use_both_their_slots() {
+    let server = Server::start().await;
+    let context = stranger(&server).await;
+    // Each says what all of them can run.
+    let of = || Options { max_ack_pending: some(4), fetch_batch: some(2), ..steady() };
+    let (one, two) = (Arc::new(open(&server, of()).await), Arc::new(open(&server, of()).await));
+    let begun = Arc::default();
+    let working = [start(worker(2, HOUR, &begun), &one), start(worker(2, HOUR, &begun), &two)];
+    one.enqueue(&vec![NewJob::new("film"); 6]).await.unwrap();
+    eventually("all slots are in use", async || {
+        working.iter().all(|working| working.status().running == 2)
+    })
+    .await;
+    assert_eq!(begun.load(Ordering::Relaxed), 4);
+    assert_eq!(consumer(&context).await.num_ack_pending, 4);
+}
+
+#[tokio::test]
+async fn every_job_of_many_is_ended_in_the_records_once() {
+    const MANY: usize = 5_000;
+    let server = Server::start().await;
+    let (_folder, records) = records().await;
     let monitor: Arc<dyn Monitor> = Arc::clone(&records) as _;
     let jobs = Arc::new(JetStream::open(&server.url(), steady(), Some(monitor)).await.unwrap());
     let worker = Worker::new(DEFAULT_QUEUE).capacity(some(64)).lease(steady().ack_wait);

@@ -34,10 +34,10 @@ pub(super) async fn run(setup: &Setup) -> Report {
     let folder = crate::bed::memory_folder();
     let mut server = Server::start(setup, folder.path()).await;
     let link = Proxy::to(server.address()).await;
-    let opening = Box::pin(Desk::open(&server, &link, setup.lease));
+    let opening = Box::pin(Desk::open(&server, &link, setup, folder.path()));
     let opened = soon("the driver's line opens", opening).await;
     let desk = Arc::new(opened.expect("the driver's line opens"));
-    let mut workers = Workers::start(setup, folder.path(), server.url(&link));
+    let mut workers = Workers::start(setup, folder.path(), server.url(&link), desk.records());
 
     let progress = Progress::default();
     let stuck = if setup.between_faults.is_some() { STUCK } else { STUCK_IN_PEACE };

@@ -18,15 +18,15 @@ use std::time::{Duration, SystemTime};
 use async_nats::jetstream::AckKind;
 use async_nats::{Message, StatusCode, Subject, Subscriber};
 use futures_util::{FutureExt as _, StreamExt as _};
-use hashbrown::HashMap;
+use hashbrown::{HashMap, HashSet};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 use vedetta_core::queue::{Settled, Woken};
 
 use super::letter::{Asked, Letter, Reader};
-use super::{BUNCH, Shared, pull_dies_after};
-use crate::job::Claim;
+use super::{BUNCH, Shared, pull_dies_after, whole_millis};
+use crate::job::{Claim, JobId};
 
 /// Of so many jobs at most it is known which deliveries were no attempts.
 const FORGIVEN: usize = 1 << 16;
@@ -59,6 +59,8 @@ pub(super) struct State {
     forgiven: BTreeMap<u64, u32>,
     /// What the last few messages cost.
     cost: f64,
+    /// What comes may have ended before, as far as is recorded, and is to be looked up.
+    is_recorded: bool,
 }
 
 #[derive(Debug)]
@@ -73,6 +75,8 @@ pub(super) struct Pull {
 pub(super) struct Ready {
     pub letter: Arc<Letter>,
     at: Instant,
+    /// It has not ended, as far as is recorded.
+    is_known: bool,
 }
 
 /// A message that was handed out.
@@ -101,13 +105,14 @@ pub(super) struct Story {
 impl Story {
     /// It begins with this worker.
     pub(super) fn of(worker: &str) -> Self {
-        let (worker, started_at) = (Some(worker.to_owned()), Some(SystemTime::now()));
+        let started_at = Some(whole_millis(SystemTime::now()));
+        let worker = Some(worker.to_owned());
         Self { worker, started_at, ..Self::default() }
     }
 }
 
 impl State {
-    pub(super) fn new(inbox: String) -> Self {
+    pub(super) fn new(inbox: String, is_recorded: bool) -> Self {
         Self {
             pull: None,
             inbox,
@@ -119,6 +124,7 @@ impl State {
             held: HashMap::new(),
             forgiven: BTreeMap::new(),
             cost: 1.0,
+            is_recorded,
         }
     }
 
@@ -168,7 +174,8 @@ impl State {
     /// The next message to hand out; those that are no jobs, or were begun too often, wait to be buried.
     /// It is held until `ack_wait` after it came.
     pub(super) fn next(&mut self, ack_wait: Duration) -> Option<(Arc<Letter>, Asked, Instant)> {
-        let at = (0..self.ready.len()).find(|at| !self.is_poison(&self.ready[*at].letter))?;
+        let is_next = |ready: &Ready| ready.is_known && !self.is_poison(&ready.letter);
+        let at = self.ready.iter().position(is_next)?;
         let asked = self.ready[at].letter.asked.clone().ok()?;
         let ready = self.ready.remove(at)?;
         Some((ready.letter, asked, ready.at + ack_wait))
@@ -176,14 +183,54 @@ impl State {
 
     /// Those.
     pub(super) fn poison(&mut self) -> Vec<Arc<Letter>> {
-        if !self.ready.iter().any(|ready| self.is_poison(&ready.letter)) {
+        let is_poison =
+            |state: &Self, ready: &Ready| ready.is_known && state.is_poison(&ready.letter);
+        if !self.ready.iter().any(|ready| is_poison(self, ready)) {
             return Vec::new();
         }
         let ready = std::mem::take(&mut self.ready);
         let (poison, ready): (Vec<_>, Vec<_>) =
-            ready.into_iter().partition(|ready| self.is_poison(&ready.letter));
+            ready.into_iter().partition(|ready| is_poison(self, ready));
         self.ready = ready.into();
         poison.into_iter().map(|ready| ready.letter).collect()
+    }
+
+    /// Those of which it is to be looked up whether they have ended before, and when they were asked for.
+    pub(super) fn unknown(&self) -> Vec<(JobId, SystemTime)> {
+        let unknown = self.ready.iter().filter(|ready| !ready.is_known);
+        let unknown = unknown.map(|ready| &ready.letter);
+        unknown.map(|letter| (JobId(letter.sequence), whole_millis(letter.published))).collect()
+    }
+
+    /// These were looked up. Those that are over are ready no more.
+    pub(super) fn are_known(
+        &mut self,
+        known: &[(JobId, SystemTime)],
+        over: &[u64],
+    ) -> Vec<Arc<Letter>> {
+        let known: HashSet<u64> = known.iter().map(|(id, _)| id.0).collect();
+        for ready in &mut self.ready {
+            ready.is_known |= known.contains(&ready.letter.sequence);
+        }
+        if over.is_empty() {
+            return Vec::new();
+        }
+        let ready = std::mem::take(&mut self.ready);
+        let (over, ready): (Vec<_>, Vec<_>) =
+            ready.into_iter().partition(|ready| over.contains(&ready.letter.sequence));
+        self.ready = ready.into();
+        over.iter().for_each(|ready| self.is_over(ready.letter.sequence));
+        over.into_iter().map(|ready| ready.letter).collect()
+    }
+
+    /// A message that is here no longer is: it was called off.
+    pub(super) fn drop_out(&mut self, sequence: u64) -> Option<Arc<Letter>> {
+        self.is_over(sequence);
+        if let Some(held) = self.held.remove(&sequence) {
+            return Some(held.letter);
+        }
+        let at = self.ready.iter().position(|ready| ready.letter.sequence == sequence)?;
+        self.ready.remove(at).map(|ready| ready.letter)
     }
 
     fn is_poison(&self, letter: &Letter) -> bool {
@@ -250,7 +297,8 @@ impl State {
             self.ready.retain(|ready| ready.letter.sequence != sequence);
         }
         self.heard_at = Instant::now();
-        self.ready.push_back(Ready { letter: Arc::new(letter), at: self.heard_at });
+        let is_known = !self.is_recorded;
+        self.ready.push_back(Ready { letter: Arc::new(letter), at: self.heard_at, is_known });
         self.held.remove(&sequence).is_some()
     }
 

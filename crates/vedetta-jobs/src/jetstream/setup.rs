@@ -12,6 +12,10 @@ use crate::job::JobsError;
 /// How long the same dead letter is not stored twice.
 const SAME: Duration = Duration::from_secs(600);
 
+/// What is so of every server.
+const UNFLUSHED: &str = "NATS acknowledges a message before it is flushed to the disk (sync_interval of the server, 2 \
+     minutes unless set): a power cut can lose the last ones, and acknowledgements of jobs";
+
 /// The consumer, and what of all this can lose jobs.
 pub(super) async fn set_up(
     context: &Context,
@@ -39,14 +43,24 @@ pub(super) async fn set_up(
     }
     let mut warnings = risks(&stream.cached_info().config);
     warnings.extend(risks(dead));
-    warnings.push(
-        "NATS acknowledges a message before it is flushed to the disk (sync_interval of the server, 2 \
-         minutes unless set): a power cut can lose the last ones, and acknowledgements of jobs"
-            .into(),
-    );
+    warnings.push(UNFLUSHED.into());
     let (consumer, raised) = consumer(&stream, options).await?;
     warnings.extend(raised);
     Ok((consumer, warnings))
+}
+
+/// What of it can lose jobs, without anything being made or changed. Nothing of what is not there yet.
+pub(super) async fn look(context: &Context, options: &Options) -> Result<Vec<String>, JobsError> {
+    let mut warnings = Vec::new();
+    for name in [&options.stream, &options.dead_stream] {
+        match context.get_stream(name).await {
+            Ok(stream) => warnings.extend(risks(&stream.cached_info().config)),
+            Err(error) if is_missing(&error.kind()) => {}
+            Err(error) => return Err(unavailable(format!("asking for the stream {name}"), error)),
+        }
+    }
+    warnings.push(UNFLUSHED.into());
+    Ok(warnings)
 }
 
 async fn ensure(context: &Context, wanted: Config) -> Result<Stream, JobsError> {

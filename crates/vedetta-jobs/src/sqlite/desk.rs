@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use vedetta_core::JobState;
 use vedetta_core::queue::{Settled, Woken};
@@ -533,6 +533,27 @@ impl Desk {
         Ok(Change::Made)
     }
 
+    /// Notes that a job which is kept elsewhere was called off.
+    pub(super) fn cancel_record(
+        &self,
+        tx: &Connection,
+        id: JobId,
+        queued_at: Option<SystemTime>,
+    ) -> Result<Change, JobsError> {
+        let Some(job) = self.brief(tx, id)? else { return Ok(Change::NoSuch) };
+        if job.state.is_over() || !job.is_elsewhere {
+            return Ok(Change::Not(self.standing(id, job.state)));
+        }
+        let sql = "UPDATE job SET state = 4, ended_at = ?2, updated_at = ?2,
+                       queued_at = coalesce(?3, queued_at)
+                   WHERE id = ?1";
+        let row = params![id.0.cast_signed(), self.clock.now(), queued_at.map(Clock::at)];
+        tx.prepare_cached(sql)?.execute(row)?;
+        let cancelled = Op::Over { lane: job.lane, state: JobState::Cancelled, count: 1 };
+        self.index.lock().change(cancelled);
+        Ok(Change::Made)
+    }
+
     /// A job that waits no longer does.
     fn leave(&self, id: JobId, job: &Brief) {
         let mut index = self.index.lock();
@@ -589,20 +610,13 @@ impl Desk {
                 pruned += count;
             }
         }
-        // What was last heard of so long ago, of jobs elsewhere, has ended where nobody told us.
-        let sql = "DELETE FROM job WHERE state > 9 AND updated_at < ?1 RETURNING id";
-        let mut forget = tx.prepare_cached(sql)?;
-        for id in forget.query_map([dead], |row| row.get::<_, i64>(0))? {
-            last = last.max(id?);
-            pruned += 1;
-        }
         tx.prepare_cached("UPDATE job_last SET id = max(id, ?1)")?.execute([last])?;
         Ok(pruned.unsigned_abs())
     }
 
-    /// Writes down how jobs stand that are kept elsewhere.
-    pub(super) fn record(&self, tx: &Connection, jobs: &[Job]) -> Result<(), JobsError> {
-        let find = "SELECT id, state FROM job
+    /// Writes down how jobs stand that are kept elsewhere. Whether each is so: what has ended stays as it is.
+    pub(super) fn record(&self, tx: &Connection, jobs: &[Job]) -> Result<Vec<bool>, JobsError> {
+        let find = "SELECT id, state, queued_at, worker, started_at FROM job
                     WHERE connection = ?1 AND foreign_id = ?2 AND connection IS NOT NULL";
         let write = "INSERT OR REPLACE INTO job (id, queue, kind, state, cost, priority, attempts,
                          max_attempts, run_at, queued_at, updated_at, started_at, ended_at, timeout,
@@ -611,23 +625,38 @@ impl Desk {
                      VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16,
                          ?17, ?18, ?19, ?20, ?21, ?22, ?23, ?24, ?25)";
         let (mut find, mut write) = (tx.prepare_cached(find)?, tx.prepare_cached(write)?);
+        let mut answers = Vec::with_capacity(jobs.len());
         for job in jobs {
             let lane = self.lane(tx, &job.queue)?;
             let foreign = job.id.0.cast_signed();
-            let known = |row: &Row<'_>| Ok((row.get::<_, i64>(0)?, row.get::<_, i64>(1)?));
+            let known = |row: &Row<'_>| {
+                Ok(Known {
+                    id: row.get(0)?,
+                    state: row.get(1)?,
+                    queued_at: row.get(2)?,
+                    worker: row.get(3)?,
+                    started_at: row.get(4)?,
+                })
+            };
             let known = find.query_row(params![job.connection, foreign], known).optional()?;
             // That it was asked for may be told after it began.
             if known.is_some() && job.status == JobState::Waiting && job.started_at.is_none() {
+                answers.push(false);
                 continue;
             }
+            if let Some(known) = known.as_ref().filter(|known| known.has_ended(job)) {
+                answers.push(known.is_told_again(job));
+                continue;
+            }
+            answers.push(true);
             let (id, number) = {
                 let mut index = self.index.lock();
-                let id = known.map_or_else(
+                let id = known.as_ref().map_or_else(
                     || {
                         index.last_id += 1;
                         index.last_id.cast_signed()
                     },
-                    |(id, _)| id,
+                    |known| known.id,
                 );
                 (id, index.lanes[lane].number)
             };
@@ -664,21 +693,47 @@ impl Desk {
                 job.trace.map(|trace| trace.to_string()),
             ])?;
             let over = |state, count| self.index.lock().change(Op::Over { lane, state, count });
-            if let Some((_, was)) = known.filter(|(_, was)| *was < 10) {
-                over(state_of(was), -1);
+            if let Some(known) = known.filter(|known| known.state < 10) {
+                over(state_of(known.state), -1);
             }
             if job.ended_at.is_some() {
                 over(job.status, 1);
             }
         }
-        Ok(())
+        Ok(answers)
+    }
+}
+
+/// What was told before of a job that is kept elsewhere.
+struct Known {
+    id: i64,
+    state: i64,
+    queued_at: i64,
+    worker: Option<String>,
+    started_at: Option<i64>,
+}
+
+impl Known {
+    /// It is over; unless ids are given again there, and that was another job of this one.
+    fn has_ended(&self, job: &Job) -> bool {
+        self.state < 10 && self.queued_at == Clock::at(job.queued_at)
+    }
+
+    /// This very end was told before, and the answer got lost.
+    fn is_told_again(&self, job: &Job) -> bool {
+        job.status.is_over()
+            && self.state == state_number(job.status)
+            && self.worker == job.worker
+            && self.started_at == job.started_at.map(Clock::at)
     }
 }
 
 /// Refuses what can only be done where a job is kept.
 fn is_here(id: JobId, job: &Brief) -> Result<(), JobsError> {
     if job.is_elsewhere {
-        let what = format!("job {id} is kept in a stream, and this is only its record");
+        let what = format!(
+            "job {id} is or was kept in a stream, and this is only its record: ask for it anew"
+        );
         return Err(JobsError::Invalid(what));
     }
     Ok(())
