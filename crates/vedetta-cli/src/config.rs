@@ -6,7 +6,7 @@ mod watch;
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::num::NonZeroU64;
+use std::num::{NonZeroU32, NonZeroU64};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
@@ -129,6 +129,11 @@ pub(crate) enum ConfigError {
     NoStream,
     #[error("queue.{0}: {1}")]
     Stream(String, String),
+    #[error(
+        "queue.{0}.nats.max-ack-pending is {1}, and one worker has {2} slots: give what all workers that share the \
+         durable have together"
+    )]
+    AckPending(String, NonZeroU32, NonZeroU32),
     #[error("queue.{0}.{1} is for streams: it goes with queue.{0}.nats")]
     OnlyStreams(String, &'static str),
     #[error("periodic.{0}: the queue {1:?} is a stream, which keeps no time")]

@@ -47,6 +47,8 @@ struct Nats {
     stream: String,
     subject: String,
     durable: String,
+    /// What all workers that share the durable can run; those of this one unless said.
+    max_ack_pending: Option<NonZeroU32>,
 }
 
 /// Slots, or as many as the machine has.
@@ -237,8 +239,12 @@ impl Config {
         let mut streams = Vec::new();
         for (name, queue) in &self.queue {
             let Some(nats) = &queue.nats else { continue };
-            let mut options =
-                Options::new(&nats.stream, &nats.subject, &nats.durable, queue.slots());
+            let slots = queue.slots();
+            if let Some(most) = nats.max_ack_pending.filter(|most| *most < slots) {
+                return Err(ConfigError::AckPending(name.0.clone(), most, slots));
+            }
+            let most = nats.max_ack_pending.unwrap_or(slots);
+            let mut options = Options::new(&nats.stream, &nats.subject, &nats.durable, most);
             options.queue.clone_from(&name.0);
             options.kinds = self.kinds()?;
             options.ack_wait = queue.lease();

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::handler::{add, alive, config, job, status};
+use crate::handler::{SLEEPS, add, alive, are_gone, config, job, sleepers, status};
 use crate::support::{Ran, Running, Server, http, run, temp, until, vedetta};
 
 /// Beats often, and two kinds of jobs: one that is over at once, and one that runs until there is a file `go`.
@@ -255,6 +255,29 @@ fn a_worker_process_registers_beats_obeys_between_jobs_and_finishes_its_job_befo
     worker.signal("TERM");
     assert_eq!(worker.wait().code(), Some(0));
     assert_eq!(find(&server, "ben")["status"], "stopped");
+}
+
+#[test]
+fn no_process_is_left_when_a_worker_is_killed_or_told_twice_to_stop() {
+    for signals in [&["TERM", "TERM"][..], &["KILL"]] {
+        let folder = temp();
+        config(folder.path(), BARE);
+        let server = Server::start(folder.path());
+        fs::write(folder.path().join("worker.toml"), format!("{BARE}{SLEEPS}")).unwrap();
+        let command = ["worker", "run", "--config", "worker.toml", "--queue", "default"];
+        let mut worker =
+            Running::start(&mut server.command(&[&command[..], &["--id", "anna"]].concat()));
+        add(&server, "sleep", "null");
+        let pids = sleepers(folder.path());
+        worker.signal(signals[0]);
+        if signals.len() > 1 {
+            until("its answer", || find(&server, "anna")["status"] == "stopping");
+            assert!(pids.iter().all(|pid| alive(pid)), "it waits for its job");
+            worker.signal(signals[1]);
+        }
+        assert_ne!(worker.wait().code(), Some(0));
+        are_gone(&pids);
+    }
 }
 
 #[test]
