@@ -271,7 +271,7 @@ fn streams(url: &str, streams: &[jetstream::Options]) -> Vec<Check> {
         let name = format!("queue.{}", options.queue);
         match look(options) {
             Ok(risks) => {
-                checks.extend(risks.into_iter().map(|risk| Check::note(name.clone(), risk)))
+                checks.extend(risks.into_iter().map(|risk| Check::note(name.clone(), risk)));
             }
             Err(error) => checks.push(Check::broken(name, format!("{error:#}"))),
         }

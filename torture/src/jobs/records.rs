@@ -50,7 +50,7 @@ impl Records {
 }
 
 async fn serve(listener: TcpListener, jobs: Arc<SqliteJobs>, seed: u64) {
-    let mut rng = fastrand::Rng::with_seed(seed ^ 0x4ec0_4d5);
+    let mut rng = fastrand::Rng::with_seed(seed ^ 0x04ec_04d5);
     // They end with this one.
     let mut clients = tokio::task::JoinSet::new();
     while let Ok((client, _)) = listener.accept().await {

@@ -227,8 +227,8 @@ async fn a_streams_job_of_many_ack_waits_runs_once_and_again_soon_after_its_proc
     let client = async_nats::connect(nats.url()).await.unwrap();
     let stream = async_nats::jetstream::new(client).get_stream("MEDIA").await.unwrap();
     let delivered = async || stream.consumer_info("worker").await.unwrap().delivered;
-    let began = std::time::Instant::now();
-    while began.elapsed() < std::time::Duration::from_secs(7) {
+    let watched = std::time::Instant::now();
+    while watched.elapsed() < std::time::Duration::from_secs(7) {
         assert_eq!((begun().as_str(), delivered().await.consumer_sequence), ("1\n", 1));
         tokio::time::sleep(std::time::Duration::from_millis(100)).await;
     }

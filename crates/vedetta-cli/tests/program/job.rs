@@ -195,8 +195,10 @@ fn on_a_terminal_waiting_and_importing_show_how_far_they_are() {
     assert!(waiting.wait().unwrap().success(), "{rest}");
     assert!(rest.contains("done"), "{rest}");
 
-    let lines: String =
-        (0..1500).map(|n| format!("{{\"kind\": \"a\", \"payload\": {n}}}\n")).collect();
+    let mut lines = String::new();
+    for n in 0..1500 {
+        writeln!(lines, "{{\"kind\": \"a\", \"payload\": {n}}}").unwrap();
+    }
     std::fs::write(folder.path().join("jobs.jsonl"), lines).unwrap();
     let ended = on_a_terminal("job import jobs.jsonl").wait_with_output().unwrap();
     let shown = String::from_utf8_lossy(&ended.stdout);
