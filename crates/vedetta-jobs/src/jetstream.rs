@@ -443,6 +443,11 @@ impl Jobs for JetStream {
         shared.drop_ended().await?;
         shared.bury_poison().await;
         shared.touch(asked).await?;
+        // What was pulled just after a pause stepped back would be held up here.
+        if shared.is_paused.load(Ordering::Relaxed) {
+            shared.step_back().await;
+            return Ok(Taken { jobs: Vec::new(), rest: Some(shared.options.fetch_timeout) });
+        }
         // Nothing is waited for from here on: what is handed out is not lost on the way.
         Ok(shared.hand_out(wanted))
     }

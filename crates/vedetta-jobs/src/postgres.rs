@@ -531,7 +531,11 @@ impl Jobs for PostgresJobs {
                 };
             }
             left.retain(|(claim, note)| !note.is_empty() && kept.get(claim) == Some(&false));
-            if left.is_empty() || began.elapsed() > PATIENCE {
+            if left.is_empty() {
+                break;
+            }
+            if began.elapsed() > PATIENCE {
+                tracing::warn!(jobs = left.len(), "what is told of jobs is lost: they are locked");
                 break;
             }
             tokio::time::sleep(LOOK_AGAIN).await;

@@ -284,7 +284,6 @@ mod at_work {
             whatever_a_handler_does_is_its_jobs_alone
             a_job_can_ask_to_be_tried_later
             what_nobody_can_do_is_not_tried_for_ever
-            what_becomes_of_a_job_is_one_trace
         }
     }
 }
@@ -1076,8 +1075,10 @@ async fn records_of_what_still_waits_in_a_stream_are_not_removed() {
     let monitor: Arc<dyn Monitor> = Arc::clone(&records) as _;
     let jobs = JetStream::open(&server.url(), patient(), Some(monitor)).await.unwrap();
     jobs.enqueue(&vec![NewJob::new("film"); 4]).await.unwrap();
-    let given = take(&jobs, 3).await;
-    assert_eq!(given.len(), 3);
+    let mut given = Vec::new();
+    for _ in 0..3 {
+        given.push(comes(&jobs).await);
+    }
     settle(&jobs, given[0].claim, done()).await;
     settle(&jobs, given[1].claim, suite::dead()).await;
     // By the clock of the records all of it is old.
