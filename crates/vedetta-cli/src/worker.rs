@@ -76,7 +76,7 @@ enum Command {
 
 #[derive(Debug, Args)]
 struct How {
-    /// Wait until it is obeyed; a stop, until the worker is gone; a restart, until all are replaced
+    /// Wait until it is obeyed; a stop and a terminate, until the workers are gone; a restart, until all are replaced
     #[arg(long)]
     wait: bool,
     /// Not to be obeyed after that [default: 60s]
@@ -132,7 +132,7 @@ impl Worker {
         let path = format!("{path}{ttl}");
         let is_restart = path.contains("/restart");
         let is_one = !path.contains("/terminate") && !is_restart;
-        let before = if how.wait && is_restart { supervised(&client)? } else { BTreeSet::new() };
+        let before = if how.wait && !is_one { there(&client)? } else { BTreeSet::new() };
         let mut commands = if is_one {
             vec![client.ask::<CommandInfo>(Method::POST, &path, body)?]
         } else {
@@ -142,11 +142,18 @@ impl Worker {
             for command in &mut commands {
                 wait(&client, command)?;
             }
-            if let Some(id) = leaves {
-                wait_for_end(&client, &id)?;
-            }
-            if is_restart && commands.iter().all(|it| matches!(it.state, State::Applied)) {
-                wait_for_others(&client, &before)?;
+            let obeyed = commands.iter().filter(|it| matches!(it.state, State::Applied));
+            let obeyed: BTreeSet<&str> = obeyed.map(|it| it.target.as_str()).collect();
+            match leaves {
+                Some(id) => wait_for_end(&client, |worker| worker.id == id)?,
+                None if is_restart => wait_for_others(&client, &before, &obeyed)?,
+                // Those of who did not obey go on.
+                None if !is_one => {
+                    wait_for_end(&client, |worker| {
+                        before.contains(&worker.id) && is_of(worker, &obeyed)
+                    })?;
+                }
+                None => {}
             }
         }
         match self.remote.output {
@@ -176,55 +183,77 @@ fn wait(client: &Client, command: &mut CommandInfo) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Until it works no more, however long what runs takes.
-fn wait_for_end(client: &Client, id: &str) -> anyhow::Result<()> {
+/// Whether a worker, or its supervisor, is among those that obeyed.
+fn is_of(worker: &WorkerInfo, obeyed: &BTreeSet<&str>) -> bool {
+    let supervisor = worker.supervisor.as_ref().map(|name| format!("supervisor:{name}"));
+    let by_it = supervisor.is_some_and(|name| obeyed.contains(name.as_str()));
+    by_it || obeyed.contains(format!("worker:{}", worker.id).as_str())
+}
+
+fn is_there(worker: &WorkerInfo) -> bool {
+    !matches!(worker.status, Status::Stopped | Status::Silent)
+}
+
+/// Until none of these works any more, however long what runs takes.
+fn wait_for_end(client: &Client, of: impl Fn(&WorkerInfo) -> bool) -> anyhow::Result<()> {
     loop {
         let all: Workers = client.get("/api/v1/workers")?;
-        let worker = all.workers.iter().find(|worker| worker.id == id);
-        if worker.is_none_or(|worker| matches!(worker.status, Status::Stopped | Status::Silent)) {
+        if !all.workers.iter().any(|worker| of(worker) && is_there(worker)) {
             return Ok(());
         }
         sleep(OFTEN);
     }
 }
 
-/// The workers that supervisors have now.
-fn supervised(client: &Client) -> anyhow::Result<BTreeSet<String>> {
+/// The workers that there are now and that are not part of a server.
+fn there(client: &Client) -> anyhow::Result<BTreeSet<String>> {
     let all: Workers = client.get("/api/v1/workers")?;
-    let theirs = all.workers.into_iter().filter(|worker| {
-        worker.supervisor.is_some() && !matches!(worker.status, Status::Stopped | Status::Silent)
-    });
-    Ok(theirs.map(|worker| worker.id).collect())
+    let there = all.workers.into_iter().filter(|worker| is_there(worker) && !worker.inside);
+    Ok(there.map(|worker| worker.id).collect())
 }
 
-/// Until none of these is left and their supervisors have others, however long what runs takes.
-fn wait_for_others(client: &Client, before: &BTreeSet<String>) -> anyhow::Result<()> {
+/// A supervisor that was not heard of for so long does not go on with what it was told.
+const GONE: Duration = Duration::from_secs(60);
+
+/// Until those who obeyed have none of these left, and others in their place, however long what runs takes. Supervisors that
+/// were not asked, or are gone, hold nobody up.
+fn wait_for_others(
+    client: &Client,
+    before: &BTreeSet<String>,
+    obeyed: &BTreeSet<&str>,
+) -> anyhow::Result<()> {
     loop {
         let all: Workers = client.get("/api/v1/workers")?;
-        let moods: Vec<_> =
-            all.supervisors.iter().filter_map(|it| Some((it, it.report.as_ref()?.state))).collect();
-        if let Some((failing, _)) = moods.iter().find(|(_, mood)| *mood == Mood::CrashLooping) {
-            let name = output::one_line(&failing.name);
-            anyhow::bail!("not replaced: new workers of the supervisor {name} end again and again");
-        }
-        let is_left = |worker: &WorkerInfo| {
-            before.contains(&worker.id)
-                && !matches!(worker.status, Status::Stopped | Status::Silent)
-        };
-        let has_them = |name: &str, wanted: u32| {
+        let asked = obeyed.iter().filter_map(|target| target.strip_prefix("supervisor:"));
+        let mut is_whole = true;
+        for name in asked {
+            let found = all.supervisors.iter().find(|it| it.name == name);
+            let Some((found, report)) = found.and_then(|it| Some((it, it.report.as_ref()?))) else {
+                anyhow::bail!("not replaced: the supervisor {} is gone", output::one_line(name));
+            };
+            if Duration::from_millis(found.seen_ms) > GONE {
+                anyhow::bail!("not replaced: the supervisor {} is gone", output::one_line(name));
+            }
             let of_it = |worker: &&WorkerInfo| {
                 worker.supervisor.as_deref() == Some(name)
                     && matches!(worker.status, Status::Running | Status::Paused)
             };
-            all.workers.iter().filter(of_it).count() >= wanted as usize
+            is_whole &= match report.state {
+                Mood::Running => all.workers.iter().filter(of_it).count() >= report.wanted as usize,
+                // Somebody wants them to end.
+                Mood::Terminated | Mood::Stopping => true,
+                Mood::Restarting | Mood::Starting => false,
+                Mood::CrashLooping => {
+                    let name = output::one_line(name);
+                    anyhow::bail!(
+                        "not replaced: new workers of the supervisor {name} end again and again"
+                    );
+                }
+            };
+        }
+        let is_left = |worker: &WorkerInfo| {
+            before.contains(&worker.id) && is_of(worker, obeyed) && is_there(worker)
         };
-        let is_whole = moods.iter().all(|(it, mood)| match mood {
-            Mood::Running => {
-                has_them(&it.name, it.report.as_ref().map_or(0, |report| report.wanted))
-            }
-            Mood::Terminated => true,
-            Mood::Restarting | Mood::CrashLooping => false,
-        });
         if is_whole && !all.workers.iter().any(is_left) {
             return Ok(());
         }
@@ -287,7 +316,8 @@ pub(crate) fn list(out: &mut impl Write, all: &Workers) -> std::io::Result<()> {
         .map(|supervisor| {
             let report = supervisor.report.as_ref();
             let state = report.map(|report| serde_json::to_value(report.state).unwrap_or_default());
-            let state = state.as_ref().and_then(serde_json::Value::as_str).unwrap_or("elsewhere");
+            let state = state.as_ref().and_then(serde_json::Value::as_str);
+            let state = state.unwrap_or(if supervisor.halted { "terminated" } else { "elsewhere" });
             let size = |report: &vedetta::fleet::wire::ReportInfo| {
                 format!("{} ({}…{})", report.wanted, report.min, report.max)
             };

@@ -39,6 +39,7 @@ const about = {
   job: (data) => data.id,
   queue: (data) => data.name,
   worker: (data) => data.id,
+  supervisor: (data) => data.name,
   stage: (data) => `${data.entity} ${data.stage}`,
   watcher: (data) => data.name,
   kv: (data) => data.revision,

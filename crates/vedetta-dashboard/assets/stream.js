@@ -25,7 +25,7 @@ function open() {
     source = null;
     setTimeout(open, 1000 + Math.random() * 1000);
   });
-  for (const event of ["hello", "reset", "job", "queue", "worker", "stage", "watcher", "kv", "stats"]) {
+  for (const event of ["hello", "reset", "job", "queue", "worker", "supervisor", "stage", "watcher", "kv", "stats"]) {
     source.addEventListener(event, ({ data }) => {
       if (event === "hello") hello = data;
       tell({ event, data });

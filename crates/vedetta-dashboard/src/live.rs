@@ -89,7 +89,8 @@ impl From<WorkerInfo> for WorkerRow {
 impl Live {
     /// Who works: those that beat, and those that only took jobs from this server in the last minute.
     pub(crate) fn workers(&self) -> Vec<WorkerRow> {
-        let known = self.fleet.as_ref().map(|fleet| fleet.list().workers).unwrap_or_default();
+        let known = self.fleet.as_ref().map(|fleet| redact::workers(fleet.list()).workers);
+        let known = known.unwrap_or_default();
         let mut rows: Vec<WorkerRow> = known.into_iter().map(WorkerRow::from).collect();
         let Some(observed) = &self.observed else { return rows };
         for seen in observed.workers() {

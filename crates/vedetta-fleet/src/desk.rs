@@ -18,8 +18,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use parking_lot::Mutex;
-use tokio::sync::Notify;
 use tokio::sync::broadcast::error::RecvError;
+use tokio::sync::watch;
 use tokio::time::{MissedTickBehavior, interval, interval_at};
 use tokio_util::task::AbortOnDropHandle;
 use vedetta_core::explain;
@@ -29,8 +29,8 @@ use crate::bus::{Bus, BusError, CommandId, Order, Taken, Target, Wake};
 use crate::host::{host_name, is_gone, now_ms};
 use crate::roster::{Roster, RosterError, Status, SupervisorRecord, WorkerRecord};
 use crate::wire::{
-    Beat, CommandInfo, Depth, Handed, Heard, LONGEST_NOTE, Report, ReportInfo, SlotsUsed, Stamp,
-    SupervisorInfo, Told, WorkerInfo, Workers,
+    Beat, CommandInfo, Depth, Handed, Heard, LONGEST_NOTE, Mood, Report, ReportInfo, SlotsUsed,
+    Stamp, SupervisorInfo, Told, WorkerInfo, Workers,
 };
 
 /// What was only heard is written this often.
@@ -47,6 +47,10 @@ const MOST_NAMES: usize = 1_000;
 const MOST_UNTOLD: usize = 1_000;
 /// The longest name of a host or a version.
 const LONGEST: usize = 255;
+/// The longest id of a command; ours are shorter.
+const LONGEST_ID: usize = 64;
+/// The last moment that is shown, in milliseconds: the end of the year 9999.
+const LAST_MS: u64 = 253_402_300_799_999;
 
 /// Why something was not done.
 #[derive(Debug, thiserror::Error)]
@@ -141,6 +145,8 @@ struct Entry {
 struct Boss {
     host: String,
     report: Option<Report>,
+    /// It was told to end its workers, and nothing since. Outlives its process.
+    halted: bool,
     seen: Instant,
     line: Line,
 }
@@ -149,7 +155,8 @@ struct Boss {
 struct Line {
     /// A command may wait.
     hint: bool,
-    bell: Arc<Notify>,
+    /// Heard by all who listen: none takes it from another.
+    bell: watch::Sender<()>,
     /// It speaks to this server, and what it said is not written.
     unwritten: bool,
 }
@@ -157,14 +164,14 @@ struct Line {
 impl Default for Line {
     fn default() -> Self {
         // What was put before it came nobody told.
-        Self { hint: true, bell: Arc::default(), unwritten: false }
+        Self { hint: true, bell: watch::Sender::new(()), unwritten: false }
     }
 }
 
 impl Line {
     fn ring(&mut self) {
         self.hint = true;
-        self.bell.notify_one();
+        self.bell.send_replace(());
     }
 }
 
@@ -211,7 +218,7 @@ fn millis(duration: Duration) -> u64 {
 }
 
 fn time(millis: u64) -> SystemTime {
-    let time = SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(millis));
+    let time = SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(millis.min(LAST_MS)));
     time.unwrap_or(SystemTime::UNIX_EPOCH)
 }
 
@@ -219,8 +226,10 @@ fn back(ago: Duration) -> Instant {
     Instant::now().checked_sub(ago).unwrap_or_else(Instant::now)
 }
 
-/// Its end, if it is too long.
+/// What a process wrote, as it can be kept: its end, if it is too long, and no NUL, which PostgreSQL has no place
+/// for.
 fn tail(text: String) -> String {
+    let text = if text.contains('\0') { text.replace('\0', "\u{fffd}") } else { text };
     if text.len() <= LONGEST_NOTE {
         return text;
     }
@@ -240,6 +249,28 @@ fn check_names(queues: &[String]) -> Result<(), FleetError> {
     Ok(queues.iter().try_for_each(|queue| check_name("queue", queue))?)
 }
 
+/// Names of hosts, versions and the like.
+fn check_words(words: &[&str]) -> Result<(), FleetError> {
+    if words.iter().any(|word| word.len() > LONGEST || word.contains(char::is_control)) {
+        let why = format!(
+            "host, version, birth, instance and balance have {LONGEST} bytes at most, and no control characters"
+        );
+        return Err(FleetError::Invalid(why));
+    }
+    Ok(())
+}
+
+fn check_done(done: &[CommandId]) -> Result<(), FleetError> {
+    check("commands", done.len() <= MOST_NAMES)?;
+    let is_id = |id: &CommandId| {
+        id.0.len() <= LONGEST_ID && id.0.bytes().all(|byte| byte.is_ascii_alphanumeric())
+    };
+    if done.iter().all(is_id) {
+        return Ok(());
+    }
+    Err(FleetError::Invalid("what was done is told by the ids that commands came with".into()))
+}
+
 fn check_beat(id: &str, beat: &Beat) -> Result<(), FleetError> {
     check_name("worker", id)?;
     check_names(&beat.queues)?;
@@ -247,12 +278,8 @@ fn check_beat(id: &str, beat: &Beat) -> Result<(), FleetError> {
         check_name("supervisor", supervisor)?;
     }
     check("running jobs", beat.running.len() <= 10 * MOST_NAMES)?;
-    check("commands", beat.done.len() <= MOST_NAMES)?;
-    let texts = [Some(&beat.host), Some(&beat.version), beat.birth.as_ref()];
-    if texts.into_iter().flatten().any(|text| text.len() > LONGEST) {
-        let why = format!("host, version and birth have {LONGEST} characters at most");
-        return Err(FleetError::Invalid(why));
-    }
+    check_done(&beat.done)?;
+    check_words(&[&beat.host, &beat.version, beat.birth.as_deref().unwrap_or_default()])?;
     if matches!(beat.state, Status::Silent | Status::Stopped) {
         let why = "a worker that beats is running, paused or stopping";
         return Err(FleetError::Invalid(why.into()));
@@ -307,22 +334,12 @@ impl Fleet {
         Ok(self.desk.ended(&[(id.to_owned(), None)]).await > 0)
     }
 
-    /// Whether a worker or a supervisor has given a sign of life.
-    pub fn knows(&self, target: &Target) -> bool {
-        self.desk.book.lock().line(target).is_some()
-    }
-
-    /// Returns when there may be a command for a worker or a supervisor. What happens between two calls is
-    /// not lost.
-    pub async fn woken(&self, target: &Target) -> Result<(), FleetError> {
-        let bell = {
-            let mut book = self.desk.book.lock();
-            let line = book.line(target);
-            line.map(|line| Arc::clone(&line.bell))
-        };
+    /// Listens for commands for a worker or a supervisor, beside whoever else does.
+    pub fn listen(&self, target: &Target) -> Result<Wakes, FleetError> {
+        let mut book = self.desk.book.lock();
+        let line = book.line(target);
         let missing = || FleetError::NotFound(format!("nobody is called {:?}", target.key()));
-        bell.ok_or_else(missing)?.notified().await;
-        Ok(())
+        Ok(Wakes(line.ok_or_else(missing)?.bell.subscribe()))
     }
 
     /// A supervisor's sign of life.
@@ -330,7 +347,8 @@ impl Fleet {
         check_name("supervisor", name)?;
         check_names(&report.queues)?;
         check("ended workers", report.ended.len() <= MOST_NAMES)?;
-        check("commands", report.done.len() <= MOST_NAMES)?;
+        check_done(&report.done)?;
+        check_words(&[&report.host, &report.version, &report.instance, &report.balance])?;
         report.stderr = report.stderr.map(tail);
         report.last_exit = report.last_exit.map(tail);
         let done = std::mem::take(&mut report.done);
@@ -339,8 +357,8 @@ impl Fleet {
             .map(|ended| (ended.id, Some(ended.exit)))
             .collect();
         let depths = report.depths;
-        let is_new = self.desk.note_boss(name, report)?;
-        if is_new {
+        let Noted { is_news, halted } = self.desk.note_boss(name, report)?;
+        if is_news {
             let records = self.desk.bosses(Some(name));
             if let Err(error) = self.desk.roster.save(&[], &records).await {
                 tracing::warn!(error = explain(&error), "a supervisor is not on the roster yet");
@@ -361,6 +379,7 @@ impl Fleet {
             commands,
             workers: workers.map(|entry| entry.info(silent)).collect(),
             queues,
+            halted,
             silent_ms: millis(silent),
             beat_ms: millis(self.desk.beat),
         })
@@ -368,21 +387,30 @@ impl Fleet {
 
     /// A supervisor is gone, in good order. Whether it was known.
     pub async fn retired(&self, name: &str) -> Result<bool, FleetError> {
-        let was = self.desk.book.lock().supervisors.remove(name);
-        let Some(boss) = was else { return Ok(false) };
-        // So old that it is removed with the next look.
-        let gone = SupervisorRecord { name: name.into(), host: boss.host, seen: RETAINED };
+        let gone = {
+            let mut book = self.desk.book.lock();
+            let Some(boss) = book.supervisors.get_mut(name) else { return Ok(false) };
+            // So old that it is removed with the next look; but what it was told last is kept for the next.
+            let (host, halted) = (boss.host.clone(), boss.halted);
+            let gone = SupervisorRecord { name: name.into(), host, halted, seen: RETAINED };
+            if halted {
+                (boss.report, boss.seen, boss.line.unwritten) = (None, back(RETAINED), false);
+            } else {
+                book.supervisors.remove(name);
+            }
+            gone
+        };
         self.desk.roster.save(&[], &[gone]).await?;
         Ok(true)
     }
 
-    /// Everybody.
-    pub fn list(&self) -> Workers {
-        let silent = self.desk.silent();
+    /// The supervisors.
+    pub fn supervisors(&self) -> Vec<SupervisorInfo> {
         let book = self.desk.book.lock();
         let supervisors = book.supervisors.iter().map(|(name, boss)| SupervisorInfo {
             name: name.clone(),
             host: boss.host.clone(),
+            halted: boss.halted,
             report: boss.report.as_ref().map(|report| ReportInfo {
                 state: report.state,
                 queues: report.queues.clone(),
@@ -395,11 +423,20 @@ impl Fleet {
             }),
             seen_ms: millis(boss.seen.elapsed()),
         });
-        let mut workers: Vec<WorkerInfo> =
-            book.workers.values().map(|entry| entry.info(silent)).collect();
+        supervisors.collect()
+    }
+
+    /// Everybody.
+    pub fn list(&self) -> Workers {
+        let supervisors = self.supervisors();
+        let silent = self.desk.silent();
+        let book = self.desk.book.lock();
+        // What tells their processes apart is for their supervisors alone.
+        let shown = |entry: &Entry| WorkerInfo { birth: None, ..entry.info(silent) };
+        let mut workers: Vec<WorkerInfo> = book.workers.values().map(shown).collect();
         // Those that are gone are seen last.
         workers.sort_by_key(|worker| matches!(worker.status, Status::Stopped | Status::Silent));
-        Workers { workers, supervisors: supervisors.collect() }
+        Workers { workers, supervisors }
     }
 
     /// Gives a worker a command: to stop, to pause or to resume.
@@ -501,6 +538,26 @@ impl Fleet {
 const NO_SUPERVISOR: &str = "there is no supervisor: declare one as [supervisor.NAME] in the config file, \
      or run `vedetta supervise`";
 
+/// Hears when there may be a command.
+pub struct Wakes(watch::Receiver<()>);
+
+impl Wakes {
+    /// Returns when there may be one; what happens between two calls is not lost. An error when whoever is listened
+    /// for is known no more.
+    pub async fn next(&mut self) -> Result<(), FleetError> {
+        let gone = |_| FleetError::NotFound("nobody is called so any more".into());
+        self.0.changed().await.map_err(gone)
+    }
+}
+
+/// What a supervisor's report changed.
+struct Noted {
+    /// Something that is to be written at once.
+    is_news: bool,
+    /// It was told to end its workers, maybe before it was started.
+    halted: bool,
+}
+
 impl Book {
     fn line(&mut self, target: &Target) -> Option<&mut Line> {
         match target.key().split_once(':')? {
@@ -571,8 +628,8 @@ impl Desk {
         Ok(changed.then(|| entry.to_write()))
     }
 
-    /// Notes a supervisor's report. Whether it is new.
-    fn note_boss(&self, name: &str, report: Report) -> Result<bool, FleetError> {
+    /// Notes a supervisor's report.
+    fn note_boss(&self, name: &str, report: Report) -> Result<Noted, FleetError> {
         let silent = self.silent();
         let mut book = self.book.lock();
         if !book.supervisors.contains_key(name) && book.supervisors.len() >= MOST {
@@ -582,6 +639,7 @@ impl Desk {
         let boss = book.supervisors.entry(name.to_owned()).or_insert_with(|| Boss {
             host: report.host.clone(),
             report: None,
+            halted: false,
             seen: Instant::now(),
             line: Line::default(),
         });
@@ -591,12 +649,19 @@ impl Desk {
                 "another process is the supervisor {name:?}: give this one another name"
             )));
         }
-        let is_new = boss.report.is_none();
+        let halted = match report.state {
+            Mood::Terminated => true,
+            Mood::Running | Mood::Restarting | Mood::CrashLooping => false,
+            // It does not say what it was told.
+            Mood::Starting | Mood::Stopping => boss.halted,
+        };
+        let is_news = boss.report.is_none() || boss.halted != halted;
+        boss.halted = halted;
         boss.host.clone_from(&report.host);
         boss.report = Some(report);
         boss.seen = Instant::now();
         boss.line.unwritten = true;
-        Ok(is_new)
+        Ok(Noted { is_news, halted })
     }
 
     /// How long ago a supervisor was there, as far as we can know: nobody is missed before we were there.
@@ -735,6 +800,7 @@ impl Desk {
         let record = |(name, boss): (&String, &Boss)| SupervisorRecord {
             name: name.clone(),
             host: boss.host.clone(),
+            halted: boss.halted,
             seen: boss.seen.elapsed(),
         };
         bosses.map(record).collect()
@@ -751,7 +817,13 @@ impl Desk {
         if workers.is_empty() && supervisors.is_empty() {
             return Ok(());
         }
-        self.roster.save(&workers, &supervisors).await?;
+        match self.roster.save(&workers, &supervisors).await {
+            Err(RosterError::Failed(error)) => {
+                tracing::error!(error = explain(&*error), "the roster is written one by one");
+                self.write_one_by_one(&workers, &supervisors).await?;
+            }
+            written => written?,
+        }
         let mut book = self.book.lock();
         for worker in workers {
             if let Some(entry) = book.workers.get_mut(&worker.id) {
@@ -766,6 +838,27 @@ impl Desk {
         Ok(())
     }
 
+    /// The same without those that cannot be written: nobody else is to suffer from them.
+    async fn write_one_by_one(
+        &self,
+        workers: &[WorkerRecord],
+        supervisors: &[SupervisorRecord],
+    ) -> Result<(), RosterError> {
+        let workers = workers.chunks(1).map(|worker| (worker, &supervisors[..0]));
+        let supervisors = supervisors.chunks(1).map(|supervisor| (&[][..], supervisor));
+        for (worker, supervisor) in workers.chain(supervisors).collect::<Vec<_>>() {
+            match self.roster.save(worker, supervisor).await {
+                Err(RosterError::Failed(error)) => {
+                    let id = worker.first().map(|worker| &worker.id);
+                    let id = id.or(supervisor.first().map(|supervisor| &supervisor.name));
+                    tracing::error!(id, error = explain(&*error), "it cannot be written");
+                }
+                written => written?,
+            }
+        }
+        Ok(())
+    }
+
     /// Reads who is there, and beats at another server; at the start, everybody.
     async fn refresh(&self, is_start: bool) -> Result<(), RosterError> {
         let all = self.roster.all().await?;
@@ -775,9 +868,15 @@ impl Desk {
         book.workers.retain(|id, entry| {
             kept.contains(id.as_str()) || entry.line.unwritten || entry.is_there(silent)
         });
+        // Until then a server has heard them, as far as can be known.
+        let heard = all.workers.iter().map(|worker| worker.seen);
+        let heard = heard.chain(all.supervisors.iter().map(|boss| boss.seen)).min();
+        let was_silent =
+            |record: &WorkerRecord| heard.is_some_and(|heard| record.seen > heard + silent + WRITE);
         for record in &all.workers {
             let (seen, heartbeat) = (back(record.seen), now - record.seen);
-            let seen = if is_start { self.opened } else { seen };
+            // Nobody was there to hear it, unless it was missed already.
+            let seen = if is_start && !was_silent(record) { self.opened } else { seen };
             let known = book.workers.get_mut(&record.id);
             match known {
                 // What it says here is newer.
@@ -797,15 +896,18 @@ impl Desk {
         let kept: BTreeSet<&str> = all.supervisors.iter().map(|boss| boss.name.as_str()).collect();
         book.supervisors
             .retain(|name, boss| kept.contains(name.as_str()) || boss.seen.elapsed() <= RETAINED);
-        for record in all.supervisors.into_iter().filter(|boss| boss.seen < RETAINED) {
+        for record in all.supervisors.into_iter().filter(|it| it.halted || it.seen < RETAINED) {
             let seen = back(record.seen);
             let boss = book.supervisors.entry(record.name).or_insert_with(|| Boss {
                 host: record.host.clone(),
                 report: None,
+                halted: record.halted,
                 seen,
                 line: Line::default(),
             });
-            boss.seen = boss.seen.max(seen);
+            if seen > boss.seen {
+                (boss.seen, boss.halted) = (seen, record.halted);
+            }
         }
         Ok(())
     }

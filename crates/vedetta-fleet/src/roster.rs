@@ -93,9 +93,14 @@ pub struct SupervisorRecord {
     pub name: String,
     /// Where it runs.
     pub host: String,
+    /// It was told to end its workers and to start none.
+    pub halted: bool,
     /// How long ago its last sign of life was.
     pub seen: Duration,
 }
+
+/// What a supervisor was told last is kept for so long after its last sign of life.
+const HALTED: Duration = Duration::from_secs(30 * 24 * 3600);
 
 /// Why the roster did not do what it was asked.
 #[derive(Debug, thiserror::Error)]
@@ -132,7 +137,8 @@ pub trait Roster: Send + Sync + 'static {
     /// Everybody.
     async fn all(&self) -> Result<All, RosterError>;
 
-    /// Removes workers and supervisors that gave no sign of life for so long. How many.
+    /// Removes workers and supervisors that gave no sign of life for so long; those that were told to start no
+    /// workers, much later. How many.
     async fn prune(&self, silent: Duration) -> Result<u64, RosterError>;
 }
 

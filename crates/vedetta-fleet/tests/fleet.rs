@@ -14,7 +14,7 @@ use vedetta_fleet::bus::{Record, State, TTL, Taken, Wake};
 use vedetta_fleet::postgres::{PostgresBus, PostgresRoster};
 use vedetta_fleet::roster::{All, RosterError, Status, SupervisorRecord, WorkerRecord};
 use vedetta_fleet::sqlite::{SqliteBus, SqliteRoster};
-use vedetta_fleet::wire::{Beat, Mood, Report};
+use vedetta_fleet::wire::{Beat, Ended, Mood, Report};
 use vedetta_fleet::{Bus, BusError, CommandId, Fleet, FleetError, Order, Roster, Target};
 use vedetta_jobs::postgres::PostgresJobs;
 use vedetta_jobs::sqlite::SqliteJobs;
@@ -168,11 +168,12 @@ async fn a_command_is_pushed_and_handed_out_with_one_beat() {
     let world = World::new(SLOW).await;
     let fleet = &world.fleet;
     let anna = Target::worker("anna");
-    assert!(matches!(fleet.woken(&anna).await, Err(FleetError::NotFound(_))));
+    assert!(matches!(fleet.listen(&anna), Err(FleetError::NotFound(_))));
     assert!(matches!(fleet.tell("anna", &Order::Pause, TTL).await, Err(FleetError::NotFound(_))));
     fleet.heard("anna", beat(), false).await.unwrap();
+    let mut wakes = fleet.listen(&anna).unwrap();
     let told = fleet.tell("anna", &Order::Pause, TTL).await.unwrap();
-    soon("a wake-up", fleet.woken(&anna)).await.unwrap();
+    soon("a wake-up", wakes.next()).await.unwrap();
     let heard = fleet.heard("anna", beat(), false).await.unwrap();
     assert_eq!(heard.commands.len(), 1);
     assert_eq!((&heard.commands[0].id, &heard.commands[0].command), (&told.id, &Order::Pause));
@@ -184,8 +185,9 @@ async fn a_command_is_pushed_and_handed_out_with_one_beat() {
     // Put elsewhere, and no wake-up: a look finds it.
     let world = World::new(Duration::from_millis(50)).await;
     world.fleet.heard("anna", beat(), false).await.unwrap();
+    let mut wakes = world.fleet.listen(&anna).unwrap();
     SqliteBus::new(world.db.clone()).put(&anna, &Order::Stop, TTL).await.unwrap();
-    soon("a look", world.fleet.woken(&anna)).await.unwrap();
+    soon("a look", wakes.next()).await.unwrap();
     assert_eq!(world.fleet.heard("anna", beat(), false).await.unwrap().commands.len(), 1);
 }
 
@@ -215,6 +217,160 @@ async fn after_a_restart_those_who_were_there_have_time_to_say_so_again() {
     assert!(heard.supervisor_seen_ms.is_some_and(|ago| ago < 60_000));
     let unknown = Beat { supervisor: Some("nobody:there".into()), ..beat() };
     assert!(fleet.heard("ben", unknown, false).await.unwrap().supervisor_seen_ms.is_some());
+}
+
+#[tokio::test]
+async fn who_was_silent_before_a_restart_is_not_shown_as_running_after_it() {
+    let World { db, saves, takes, fleet, _folder } = World::new(Duration::from_millis(20)).await;
+    fleet.heard("anna", beat(), false).await.unwrap();
+    fleet.heard("ben", beat(), false).await.unwrap();
+    fleet.close().await;
+    drop(fleet);
+    let roster = SqliteRoster::new(db.clone());
+    let all = roster.all().await.unwrap();
+    let ben = WorkerRecord { seen: Duration::from_secs(60), ..all.workers[1].clone() };
+    roster.save(&[ben], &[]).await.unwrap();
+    let fleet = open(&db, Duration::from_millis(20), &saves, &takes).await;
+    let shown: Vec<_> =
+        fleet.list().workers.into_iter().map(|worker| (worker.id, worker.status)).collect();
+    let (anna, ben) = (("anna".into(), Status::Running), ("ben".into(), Status::Silent));
+    assert_eq!(shown, [anna, ben], "the one was heard until the end, the other was not");
+}
+
+#[tokio::test]
+async fn all_who_listen_hear_of_a_command_and_none_takes_it_from_another() {
+    let world = World::new(SLOW).await;
+    let fleet = &world.fleet;
+    let anna = Target::worker("anna");
+    fleet.heard("anna", beat(), false).await.unwrap();
+    let mut listening: Vec<_> = (0..3).map(|_| fleet.listen(&anna).unwrap()).collect();
+    fleet.tell("anna", &Order::Pause, TTL).await.unwrap();
+    for wakes in &mut listening {
+        soon("a wake-up", wakes.next()).await.unwrap();
+    }
+    assert_eq!(fleet.heard("anna", beat(), false).await.unwrap().commands.len(), 1);
+}
+
+#[tokio::test]
+async fn what_tells_processes_apart_is_told_to_their_supervisor_alone() {
+    let world = World::new(SLOW).await;
+    let fleet = &world.fleet;
+    fleet.supervised("boss:there", report("a")).await.unwrap();
+    let supervisor = Some("boss:there".to_owned());
+    let beat = Beat { supervisor, birth: Some("boot:1".into()), ..beat() };
+    fleet.heard("anna", beat, false).await.unwrap();
+    assert_eq!(fleet.list().workers[0].birth, None);
+    let told = fleet.supervised("boss:there", report("a")).await.unwrap();
+    assert_eq!(told.workers[0].birth.as_deref(), Some("boot:1"));
+}
+
+#[tokio::test]
+async fn a_supervisor_that_was_told_to_start_none_is_told_so_again_when_it_is_back() {
+    let World { db, saves, takes, fleet, _folder } = World::new(SLOW).await;
+    let said = |instance: &str, state| Report { state, ..report(instance) };
+    let halted = async |fleet: &Fleet, report: Report| {
+        fleet.supervised("boss:there", report).await.unwrap().halted
+    };
+    assert!(!halted(&fleet, said("a", Mood::Starting)).await);
+    assert!(!halted(&fleet, said("a", Mood::Running)).await);
+    assert!(halted(&fleet, said("a", Mood::Terminated)).await);
+    // Its process ends in good order; how it is then does not count.
+    assert!(halted(&fleet, said("a", Mood::Stopping)).await);
+    assert!(fleet.retired("boss:there").await.unwrap());
+    assert!(halted(&fleet, said("b", Mood::Starting)).await, "the next is told");
+    assert!(halted(&fleet, said("b", Mood::Starting)).await, "also if that was lost");
+    drop(fleet);
+
+    let fleet = open(&db, SLOW, &saves, &takes).await;
+    let shown = &fleet.list().supervisors[0];
+    assert!(shown.halted && shown.report.is_none(), "{shown:?}");
+    assert!(halted(&fleet, said("c", Mood::Starting)).await, "by the next server, too");
+    assert!(!halted(&fleet, said("c", Mood::Restarting)).await, "until it was told otherwise");
+    drop(fleet);
+    let fleet = open(&db, SLOW, &saves, &takes).await;
+    assert!(!halted(&fleet, said("d", Mood::Starting)).await);
+}
+
+/// Cannot write down one of the workers.
+struct Picky(SqliteRoster);
+
+#[async_trait]
+impl Roster for Picky {
+    async fn save(
+        &self,
+        workers: &[WorkerRecord],
+        supervisors: &[SupervisorRecord],
+    ) -> Result<(), RosterError> {
+        if workers.iter().any(|worker| worker.id == "bad") {
+            return Err(RosterError::Failed("that one cannot be written".into()));
+        }
+        self.0.save(workers, supervisors).await
+    }
+
+    async fn all(&self) -> Result<All, RosterError> {
+        self.0.all().await
+    }
+
+    async fn prune(&self, silent: Duration) -> Result<u64, RosterError> {
+        self.0.prune(silent).await
+    }
+}
+
+#[tokio::test]
+async fn one_record_that_cannot_be_written_does_not_keep_others_from_it() {
+    let World { db, fleet, _folder, .. } = World::new(SLOW).await;
+    drop(fleet);
+    let roster = SqliteRoster::new(db.clone());
+    let jobs = Arc::new(SqliteJobs::open(db.clone()).await.unwrap());
+    let bus = Arc::new(SqliteBus::new(db.clone()));
+    let picky = Arc::new(Picky(roster.clone()));
+    let fleet = Fleet::open(bus, picky, jobs, [], SLOW).await.unwrap();
+    for id in ["anna", "bad", "carl"] {
+        fleet.heard(id, beat(), false).await.unwrap();
+        // That says nothing new, and is written together with the others.
+        fleet.heard(id, beat(), false).await.unwrap();
+    }
+    let ended = roster.all().await.unwrap().workers.into_iter();
+    let ended: Vec<_> = ended.map(|it| WorkerRecord { status: Status::Stopped, ..it }).collect();
+    roster.save(&ended, &[]).await.unwrap();
+    fleet.supervised("boss:there", report("a")).await.unwrap();
+    fleet.close().await;
+    let after = roster.all().await.unwrap();
+    let ids: Vec<&str> = after.workers.iter().map(|worker| worker.id.as_str()).collect();
+    assert_eq!((ids, after.supervisors.len()), (vec!["anna", "carl"], 1));
+    assert!(after.workers.iter().all(|worker| worker.status == Status::Running), "{after:?}");
+    assert_eq!(fleet.list().workers.len(), 3, "it is there all the same");
+}
+
+#[tokio::test]
+async fn what_postgresql_has_no_place_for_is_refused_or_replaced_and_stops_nobody() {
+    let postgres = testing::postgres::Server::start().await;
+    let schemas = [vedetta_jobs::postgres::SCHEMA, vedetta_fleet::postgres::SCHEMA];
+    let db = Postgres::open(&postgres.url(), &schemas).await.unwrap();
+    let (bus, roster) = (PostgresBus::new(db.clone()), PostgresRoster::new(db.clone()));
+    let jobs = Arc::new(PostgresJobs::new(db));
+    let open = Fleet::open(Arc::new(bus), Arc::new(roster.clone()), jobs, [], SLOW);
+    let fleet = open.await.unwrap();
+    let note = |text: &str| Beat { note: Some(text.into()), ..beat() };
+    fleet.heard("anna", note("a\0b"), false).await.unwrap();
+    let late = Beat { started: u64::MAX, pid: u32::MAX, ..beat() };
+    fleet.heard("ben", late, false).await.unwrap();
+    let said = Report {
+        last_exit: Some("\0".into()),
+        ended: vec![Ended { id: "ben".into(), exit: "killed\0".into() }],
+        ..report("a")
+    };
+    fleet.supervised("boss:there", said).await.unwrap();
+    let nul = Beat { host: "\0".into(), ..beat() };
+    assert!(matches!(fleet.heard("eve", nul, false).await, Err(FleetError::Invalid(_))));
+    fleet.close().await;
+    let written = roster.all().await.unwrap();
+    let notes: Vec<_> =
+        written.workers.iter().map(|it| (it.id.as_str(), it.note.as_deref())).collect();
+    let replaced = [("anna", Some("a\u{fffd}b")), ("ben", Some("killed\u{fffd}"))];
+    assert_eq!(notes, replaced);
+    assert_eq!(written.supervisors.len(), 1);
+    serde_json::to_string(&fleet.list()).expect("all of it can be shown");
 }
 
 #[tokio::test]
@@ -268,6 +424,25 @@ async fn what_cannot_be_is_refused() {
     invalid(fleet.heard("a", Beat { version: long, ..beat() }, false).await.unwrap_err());
     let silent = Beat { state: Status::Silent, ..beat() };
     invalid(fleet.heard("a", silent, false).await.unwrap_err());
+    for wrong in [
+        Beat { host: "a\0b".into(), ..beat() },
+        Beat { version: "1\n2".into(), ..beat() },
+        Beat { birth: Some("\u{7f}".into()), ..beat() },
+        Beat { done: vec![CommandId("\0".into())], ..beat() },
+        Beat { done: vec![CommandId("a".repeat(65))], ..beat() },
+    ] {
+        invalid(fleet.heard("a", wrong, false).await.unwrap_err());
+    }
+    for wrong in [
+        Report { host: "a\0b".into(), ..report("a") },
+        Report { version: "x".repeat(256), ..report("a") },
+        Report { balance: "\r".into(), ..report("a") },
+        Report { done: vec![CommandId("a b".into())], ..report("a") },
+        Report { instance: "x".repeat(256), ..report("a") },
+    ] {
+        invalid(fleet.supervised("boss:there", wrong).await.unwrap_err());
+    }
+    assert!(fleet.list().supervisors.is_empty() && fleet.list().workers.is_empty());
     invalid(fleet.start("unheard-of", 1, TTL).await.unwrap_err());
     invalid(fleet.start("default", 0, TTL).await.unwrap_err());
     conflict(fleet.start("default", 1, TTL).await.unwrap_err());
@@ -297,10 +472,10 @@ async fn a_command_given_to_one_server_reaches_a_worker_of_another() {
     assert_eq!(there.list().workers[0].id, "anna");
     let told = soon("a wake-up", async {
         // Until it listens it hears nothing, and looks seldom here.
-        let mut told = there.tell("anna", &Order::Pause, TTL).await.unwrap();
         let anna = Target::worker("anna");
-        let woken = || here.woken(&anna);
-        while tokio::time::timeout(Duration::from_secs(1), woken()).await.is_err() {
+        let mut wakes = here.listen(&anna).unwrap();
+        let mut told = there.tell("anna", &Order::Pause, TTL).await.unwrap();
+        while tokio::time::timeout(Duration::from_secs(1), wakes.next()).await.is_err() {
             told = there.tell("anna", &Order::Pause, TTL).await.unwrap();
         }
         told

@@ -198,8 +198,21 @@ async fn a_queue_can_be_a_stream_and_its_jobs_are_recorded() {
 
 #[test]
 fn what_is_over_is_gone_when_its_time_of_the_file_is() {
+    what_is_over_is_gone("");
+}
+
+#[tokio::test]
+async fn what_is_over_is_gone_when_its_time_of_the_file_is_on_postgresql() {
+    let postgres = testing::postgres::Server::start().await;
+    let jobs = format!("[jobs]\nurl = '{}'\n", postgres.database().await);
+    tokio::task::spawn_blocking(move || what_is_over_is_gone(&jobs)).await.unwrap();
+}
+
+/// With these lines before those of the test.
+fn what_is_over_is_gone(settings: &str) {
     let handlers = "[handler.good]\nrun = ['sh', '-c', 'cat >/dev/null']\n\
         [handler.bad]\nmax-attempts = 1\nrun = ['sh', '-c', 'cat >/dev/null; exit 1']\n";
+    let handlers = &format!("{settings}{handlers}");
     for (completed, failed) in [("1ms", "1h"), ("1h", "1ms")] {
         let folder = temp();
         config(folder.path(), handlers);

@@ -10,6 +10,8 @@ use crate::{Guarded, escaped, status};
 
 /// So many of each operation.
 const OF_EACH: usize = 100;
+/// And of each that goes to a PostgreSQL, which takes longer.
+const OF_EACH_THERE: usize = 30;
 
 /// Texts that have broken something somewhere.
 const TEXTS: &[&str] = &[
@@ -147,6 +149,28 @@ impl Maker<'_> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_made_up_from_the_description_break_nothing() {
     let guarded = Guarded::start().await;
+    let (sent, taken) = break_nothing(&guarded, OF_EACH, |_| true).await;
+    assert!(sent > 4000 && taken > 600, "{taken} of {sent} were understood");
+    guarded.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn requests_made_up_for_jobs_and_workers_break_nothing_on_postgresql() {
+    let postgres = testing::postgres::Server::start().await;
+    let guarded = Guarded::on_postgresql(&postgres.url()).await;
+    let parts = ["jobs", "queues", "workers", "supervisors", "commands", "overview", "stats"];
+    let is_there = |path: &str| parts.iter().any(|part| path.split('/').nth(3) == Some(part));
+    let (sent, taken) = break_nothing(&guarded, OF_EACH_THERE, is_there).await;
+    assert!(sent > 700 && taken > 70, "{taken} of {sent} were understood");
+    // What was said of workers is written, whatever it was.
+    guarded.server.fleet.close().await;
+    let bad = guarded.server.get("/healthz").await;
+    assert_eq!(bad.status, 200, "{bad:?}");
+    guarded.end().await;
+}
+
+/// Sends so many of each operation at these paths. How many, and how many were understood.
+async fn break_nothing(guarded: &Guarded, of_each: usize, at: impl Fn(&str) -> bool) -> (u32, u32) {
     let admin = guarded.token("a", Role::Admin);
     let document = guarded.asks("GET /api/v1/openapi.json", &admin).await.json();
     let seed = std::env::var("VEDETTA_SEED").ok().and_then(|seed| seed.parse().ok());
@@ -154,9 +178,10 @@ async fn requests_made_up_from_the_description_break_nothing() {
     let mut maker = Maker { rng: Rng::with_seed(seed), document: &document };
     let headers = [("Authorization", admin.as_str()), ("Content-Type", "application/json")];
     let (mut sent, mut taken) = (0, 0);
-    for (path, methods) in document["paths"].as_object().unwrap() {
+    let paths = document["paths"].as_object().unwrap();
+    for (path, methods) in paths.iter().filter(|(path, _)| at(path)) {
         for (method, operation) in methods.as_object().unwrap() {
-            for _ in 0..OF_EACH {
+            for _ in 0..of_each {
                 let (mut target, mut query) = (path.clone(), Vec::new());
                 for parameter in operation["parameters"].as_array().into_iter().flatten() {
                     let name = parameter["name"].as_str().unwrap();
@@ -189,8 +214,7 @@ async fn requests_made_up_from_the_description_break_nothing() {
             }
         }
     }
-    assert!(sent > 4000 && taken > 600, "{taken} of {sent} were understood");
     let health = tokio::time::timeout(Duration::from_secs(5), guarded.server.get("/readyz"));
     assert_eq!(health.await.expect("it answers").status, 200);
-    guarded.end().await;
+    (sent, taken)
 }

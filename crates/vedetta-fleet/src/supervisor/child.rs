@@ -24,6 +24,11 @@ pub(super) struct Exit {
     pub(super) stderr: String,
 }
 
+/// What the command line of a worker has in it, of all that run on this machine.
+pub(super) fn words<'a>(supervisor: &'a str, id: &'a str) -> [&'a str; 6] {
+    ["worker", "run", "--id", id, "--supervisor", supervisor]
+}
+
 /// In a group of its own: what a terminal sends to this process is not for it.
 pub(super) fn start(
     hire: &Hire,
@@ -32,7 +37,7 @@ pub(super) fn start(
     queues: &[String],
 ) -> io::Result<Child> {
     let mut command = Command::new(&hire.program);
-    command.args(["worker", "run", "--id", id, "--supervisor", supervisor]);
+    command.args(words(supervisor, id));
     for queue in queues {
         command.args(["--queue", queue]);
     }
