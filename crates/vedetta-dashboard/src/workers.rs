@@ -179,7 +179,7 @@ pub(crate) async fn retire(
 
 /// Says when a command may wait for a worker: a message without anything in it, `command`.
 pub(crate) async fn wake(context: State<Context>, Named(id): Named, query: Query) -> Stream {
-    wakes(context, Target::worker(&id), query)
+    wakes(context, &Target::worker(&id), query)
 }
 
 /// The same for a supervisor.
@@ -188,15 +188,15 @@ pub(crate) async fn wake_supervisor(
     Named(name): Named,
     query: Query,
 ) -> Stream {
-    wakes(context, Target::supervisor(&name), query)
+    wakes(context, &Target::supervisor(&name), query)
 }
 
 type Stream = Result<Response, ApiError>;
 
-fn wakes(State(context): State<Context>, target: Target, query: Query) -> Stream {
+fn wakes(State(context): State<Context>, target: &Target, query: Query) -> Stream {
     query.end()?;
     // From now on, and not from when the client has read this much.
-    let wakes = fleet(&context)?.listen(&target)?;
+    let wakes = fleet(&context)?.listen(target)?;
     let bell = Bell { wakes, context };
     let body = Body::from_stream(stream::unfold(bell, Bell::next));
     Ok(([(header::CONTENT_TYPE, "text/event-stream")], body).into_response())

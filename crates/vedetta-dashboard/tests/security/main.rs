@@ -74,7 +74,8 @@ impl Guarded {
         let (folder, access) = (with.folder, with.access.clone());
         let (ours, theirs) = (fleet.clone(), access.clone());
         let api = |api: Api| api.jobs(jobs).fleet(ours).access(theirs, true);
-        let server = Server { fleet, ..with.server.serve_as(api).await };
+        let mut server = with.server.serve_as(api).await;
+        server.fleet = fleet;
         Self { server, access, folder }
     }
 
