@@ -199,16 +199,13 @@ fn v3_line(rng: &mut Rng, revision: i64) -> String {
     }
 }
 
-/// A sequence with two streams of events, read every few operations up to a mark that is written there, and
-/// with waits for events of the past and of the future.
+/// A sequence with a stream of events read every few operations, up to a mark that is written there.
 fn v2_case(seed: u64) -> Case {
     let mut rng = Rng::with_seed(seed);
     let mut lines = vec![
         "PUT ~/a | value=one".to_owned(),
         "w: GET ~?wait=true&recursive=true&stream=true".into(),
-        "v: GET ~/b?wait=true&recursive=true&stream=true".into(),
     ];
-    let mut waits = false;
     // How far the index has come is only guessed: some conditions hit, some do not.
     let mut index = 1;
     for number in 0..LENGTH {
@@ -216,20 +213,8 @@ fn v2_case(seed: u64) -> Case {
         index += u64::from(!line.starts_with("GET")) * u64::from(rng.u8(..10) < 6);
         lines.push(line);
         if number % STRIDE == STRIDE - 1 {
-            // What is there under the name goes, so that the mark can be set.
-            lines.push("DELETE ~/b?recursive=true".into());
-            lines.push(format!("PUT ~/b/mark | value=below{number}"));
             lines.push(format!("PUT ~/mark | value=mark{number}"));
             lines.push(format!("w~mark{number}\""));
-            lines.push(format!("v~below{number}\""));
-            // One that waits for the mark after it began, and one that finds an older mark.
-            if waits {
-                lines.push("x".into());
-            }
-            let (back, ahead) = (rng.usize(..=number / 4), rng.u8(1..=2));
-            lines.push(format!("GET ~/mark?wait=true&waitIndex={{@-{back}}}"));
-            lines.push(format!("x: GET ~/mark?wait=true&waitIndex={{@{ahead}}}"));
-            waits = true;
         }
     }
     Case { name: format!("v2, seed {seed}"), lines }
