@@ -22,7 +22,7 @@ use std::path::Path;
 const HEADER: usize = 32;
 const FRAME_HEADER: usize = 24;
 /// SQLite's default, which our files have.
-const PAGE: usize = 4096;
+pub(crate) const PAGE: usize = 4096;
 /// Where the first page has the version of the file.
 const VERSION: usize = 60;
 

@@ -65,7 +65,8 @@ pub struct Torture {
     pub share_lazily: bool,
     /// Pages between two checkpoints, so that a short run has some.
     pub checkpoint_step: Option<i32>,
-    /// Hardly a page is kept in memory, so that a short run reads.
+    /// Hardly a page is kept in memory, and none by the writer from one transaction to the next: so a short run
+    /// reads, and every write does.
     pub small_cache: bool,
     /// How soon a full disk is looked at again, so that a run with many full disks is short.
     pub look_again: Option<Duration>,
@@ -232,7 +233,8 @@ impl Db {
         let space = Space::new(ballast, options.ballast, options.torture.look_again);
         let (wal, checkpoints) = WalKeeper::new(checkpoints, options.torture.checkpoint_step);
         wal.observe(&mut connection).map_err(sql)?;
-        let file = File::new(connection, space, wal, options.synchronous());
+        let forget = options.torture.small_cache.then_some("PRAGMA shrink_memory");
+        let file = File::new(connection, space, wal, options.synchronous(), forget);
         let writer = Writer::new(inbox, file, checkpoints, Arc::clone(&size), options)
             .map_err(unreadable)?;
         let thread = std::thread::Builder::new()

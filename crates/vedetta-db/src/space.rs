@@ -81,13 +81,14 @@ impl Space {
         has_room
     }
 
-    /// Gives up the reserve for writes that free space, once one of them has met the full disk.
-    pub(crate) fn make_room(&mut self) {
-        if matches!(self.standing, Standing::Full { spent: true, .. })
-            && fs::remove_file(&self.ballast).is_ok()
-        {
+    /// Gives up the reserve for writes that free space, once one of them has met the full disk. Whether it did so now.
+    pub(crate) fn make_room(&mut self) -> bool {
+        let given_up = matches!(self.standing, Standing::Full { spent: true, .. })
+            && fs::remove_file(&self.ballast).is_ok();
+        if given_up {
             tracing::warn!("gave up the ballast file so that deletes and compaction can run");
         }
+        given_up
     }
 
     /// Whether there is room for the ballast. A disk that cannot reserve room, as some network file
@@ -142,16 +143,14 @@ mod tests {
         let mut space = Space::new(ballast.clone(), 1 << 20, None);
         assert!(space.may_store(|| 0) && ballast.exists());
 
-        space.make_room();
-        assert!(ballast.exists(), "nothing is given up while there is room");
+        assert!(!space.make_room() && ballast.exists(), "nothing is given up while there is room");
 
         space.ran_out(false);
         assert!(!space.may_store(|| 0), "just found full: not looked at again at once");
-        space.make_room();
-        assert!(ballast.exists(), "it is kept for a write that frees space and finds none");
+        assert!(!space.make_room(), "it is kept for a write that frees space and finds none");
+        assert!(ballast.exists());
         space.ran_out(true);
-        space.make_room();
-        assert!(!ballast.exists());
+        assert!(space.make_room() && !ballast.exists());
 
         space.standing =
             Standing::Full { looked: Instant::now().checked_sub(LOOK_AGAIN).unwrap(), spent: true };

@@ -34,13 +34,10 @@ use rusqlite::{Connection, ErrorCode};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::failpoint;
-use crate::log::UNSYNCED;
+use crate::log::{PAGE, UNSYNCED};
 use crate::open::{FILE_VERSION, Options};
 use crate::space::Space;
 use crate::wal::{Checkpoints, WalKeeper, is_failed_fsync};
-
-/// Commits after which the file's size is looked at again, under load.
-const MEASURE_EVERY: u32 = 64;
 
 /// So many writes are run in no time: what comes while they are committed may wait for its turn, and the other
 /// thread need not be woken for it.
@@ -144,8 +141,10 @@ impl Deref for Tx<'_> {
         if self.standing.get() == Savepoint::None {
             self.standing.set(Savepoint::Open);
             let begun = self.turn.begin();
-            if let Err(error) = begun.and_then(|()| run(connection, "SAVEPOINT unit")) {
-                // Whatever the closure does now is undone with the whole batch.
+            // In any case: it is a transaction of its own where none could begin, so whatever the closure does
+            // now is undone with the whole batch. Without one each statement would commit by itself.
+            let saved = run(connection, "SAVEPOINT unit");
+            if let Err(error) = begun.and(saved) {
                 self.failed.borrow_mut().get_or_insert(error);
             }
         }
@@ -267,10 +266,8 @@ pub(crate) struct Writer {
     losses: AtomicU64,
     /// The next batch must look at the file before it runs: the disk was full, or has failed.
     trouble: AtomicBool,
-    /// The fsync of a checkpoint failed.
+    /// The fsync of a checkpoint failed, or a thread died.
     broken: Arc<AtomicBool>,
-    /// Nothing is queued.
-    idle: AtomicBool,
     size: Arc<AtomicU64>,
     batch_limit: usize,
     /// A planted bug, for the torture suite: answer before the commit.
@@ -295,10 +292,10 @@ pub(crate) struct File {
     halted: bool,
     /// Why what was not published was last lost.
     lost: Option<CommitError>,
-    /// Commits since the size was last looked at.
-    since_measured: u32,
     /// SQLite's word for commits that are synced.
     synchronous: &'static str,
+    /// What to run before a transaction begins; for the torture suite.
+    before: Option<&'static str>,
     /// How the connection commits now.
     set_to: Cell<Durability>,
     /// Rows changed before the transaction began.
@@ -393,11 +390,9 @@ enum UnitRan {
 
 impl Desk {
     /// Waits until there is something to do; `false` when there never will be.
-    fn receive(&mut self, limit: usize, idle: &AtomicBool) -> bool {
+    fn receive(&mut self, limit: usize) -> bool {
         if self.waiting.is_empty() {
-            idle.store(self.inbox.is_empty(), Ordering::Relaxed);
             self.inbox.blocking_recv_many(&mut self.received, limit);
-            idle.store(false, Ordering::Relaxed);
             self.waiting.extend(self.received.drain(..));
         }
         !self.waiting.is_empty()
@@ -419,6 +414,7 @@ impl File {
         space: Space,
         wal: WalKeeper,
         synchronous: &'static str,
+        before: Option<&'static str>,
     ) -> Self {
         Self {
             connection,
@@ -426,8 +422,8 @@ impl File {
             wal,
             halted: false,
             lost: None,
-            since_measured: 0,
             synchronous,
+            before,
             set_to: Cell::new(Durability::Synced),
             changes: Cell::new(0),
             unsynced: false,
@@ -448,12 +444,15 @@ impl File {
             self.connection.pragma_update(None, "synchronous", synchronous)?;
             self.set_to.set(durability);
         }
+        if let Some(sql) = self.before {
+            run(&self.connection, sql)?;
+        }
         self.changes.set(self.connection.total_changes());
         run(&self.connection, "BEGIN IMMEDIATE")
     }
 
-    /// Writes the rows of a batch and commits it.
-    fn commit(&mut self, durability: Durability, rows: Vec<Rows>) -> rusqlite::Result<()> {
+    /// Writes the rows of a batch and commits it. How many bytes are in use then.
+    fn commit(&mut self, durability: Durability, rows: Vec<Rows>) -> rusqlite::Result<u64> {
         self.begin(durability)?;
         rows.into_iter().try_for_each(|rows| rows(&self.connection))?;
         // One that is synced takes what it saw along, even if it has changed nothing itself.
@@ -463,21 +462,24 @@ impl File {
             let mark = if self.unsynced { UNSYNCED } else { 0 };
             self.connection.pragma_update(None, "user_version", FILE_VERSION | mark)?;
         }
+        // As part of the transaction it takes no locks.
+        let size = self.measure()?;
         failpoint("db.before_commit");
         run(&self.connection, "COMMIT")?;
         if writes {
             (self.marked, self.unsynced) = (self.unsynced, durability == Durability::Lazy);
         }
-        Ok(())
+        Ok(size)
     }
 
     /// Bytes in use.
-    fn measure(&mut self) -> rusqlite::Result<u64> {
-        self.since_measured = 0;
-        let sql = "SELECT (p.page_count - f.freelist_count) * s.page_size
-                   FROM pragma_page_count p, pragma_freelist_count f, pragma_page_size s";
-        let mut size = self.connection.prepare_cached(sql)?;
-        size.query_row([], |row| row.get::<_, i64>(0)).map(i64::unsigned_abs)
+    fn measure(&self) -> rusqlite::Result<u64> {
+        let pages = |sql: &str| {
+            let mut count = self.connection.prepare_cached(sql)?;
+            count.query_row([], |row| row.get::<_, i64>(0)).map(i64::unsigned_abs)
+        };
+        let used = pages("PRAGMA page_count")?.saturating_sub(pages("PRAGMA freelist_count")?);
+        Ok(used * PAGE as u64)
     }
 
     /// Gives the log's room back, and tells how many bytes are free inside the file.
@@ -550,8 +552,7 @@ struct HaltOnPanic<'w>(&'w Writer);
 impl Drop for HaltOnPanic<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.0.file.lock().halted = true;
-            self.0.trouble.store(true, Ordering::Release);
+            self.0.broken.store(true, Ordering::Release);
         }
     }
 }
@@ -577,13 +578,14 @@ impl Writer {
             // At the start the disk may be full.
             trouble: AtomicBool::new(true),
             broken,
-            idle: AtomicBool::new(true),
             size,
             batch_limit: options.batch,
             answer_early: options.torture.answer_early,
             share_lazily: options.torture.share_lazily,
         };
-        writer.measure(&mut writer.file.lock());
+        if let Ok(size) = writer.file.lock().measure() {
+            writer.size.store(size, Ordering::Relaxed);
+        }
         Ok(writer)
     }
 
@@ -616,11 +618,10 @@ impl Writer {
     }
 
     fn take_turns(&self) {
-        let _guard = HaltOnPanic(self);
         let mut kept = None;
         loop {
             let mut desk = kept.take().unwrap_or_else(|| self.desk.lock());
-            if !desk.receive(self.batch_limit, &self.idle) {
+            if !desk.receive(self.batch_limit) {
                 return;
             }
             if let Some(Message::Attach(_)) = desk.waiting.front() {
@@ -640,6 +641,8 @@ impl Writer {
         let mirrors = self.mirrors.read();
         let mirrors = &**mirrors;
         let mut batch = Batch::default();
+        // Not before the batch, whose callers hear of a panic when it is dropped: they must find it halted.
+        let _guard = HaltOnPanic(self);
         // What is lost from here on takes this batch along.
         let losses = self.losses.load(Ordering::Acquire);
         let durability = self.durability(&desk);
@@ -684,39 +687,23 @@ impl Writer {
         if self.answer_early {
             std::mem::take(&mut batch).answer(&Ok(()));
         }
-        if let Err(error) = file.commit(durability, rows) {
-            let lost = self.classify(&mut file, error, batch.purpose());
-            self.lose(file, mirrors, batch, lost);
-            return None;
+        match file.commit(durability, rows) {
+            Ok(size) => self.size.store(size, Ordering::Relaxed),
+            Err(error) => {
+                let lost = self.classify(&mut file, error, batch.purpose());
+                self.lose(file, mirrors, batch, lost);
+                return None;
+            }
         }
         failpoint("db.committed");
-        // Who freed room is told when it counts as free; others need not wait for the measuring.
-        if batch.purpose() == Purpose::Reclaim {
-            self.measure(&mut file);
-        }
         file.wal.committed();
-        file.since_measured += 1;
         let publishing = self.publishing.lock();
         drop(file);
         mirrors.iter().for_each(|mirror| mirror.publish());
         drop(publishing);
         failpoint("db.published");
         batch.answer(&Ok(()));
-        if let Some(mut file) = self.file.try_lock()
-            && file.since_measured > 0
-            && (file.since_measured >= MEASURE_EVERY || self.is_idle(desk.as_deref()))
-        {
-            self.measure(&mut file);
-        }
         desk
-    }
-
-    /// Whether nothing is queued, as far as whoever has the desk knows.
-    fn is_idle(&self, desk: Option<&Desk>) -> bool {
-        match desk {
-            Some(desk) => desk.waiting.is_empty() && desk.inbox.is_empty(),
-            None => self.idle.load(Ordering::Relaxed),
-        }
     }
 
     /// How to commit a batch of what waits: a write that must reach the disk takes the others along.
@@ -750,13 +737,14 @@ impl Writer {
             return Admitted::Nothing;
         }
         let File { space, wal, connection, .. } = file;
+        let reclaims = |message: &Message| matches!(message, Message::Write(unit) if unit.purpose() == Purpose::Reclaim);
+        // Before the disk is looked at: one that tried already has the reserve, whatever is free elsewhere.
+        if desk.waiting.iter().any(reclaims) && space.make_room() {
+            return Admitted::Reclaiming;
+        }
         if space.may_store(|| File::shrink(wal, connection)) {
             self.trouble.store(false, Ordering::Release);
             return Admitted::All;
-        }
-        let reclaims = |message: &Message| matches!(message, Message::Write(unit) if unit.purpose() == Purpose::Reclaim);
-        if desk.waiting.iter().any(reclaims) {
-            space.make_room();
         }
         Admitted::Reclaiming
     }
@@ -831,11 +819,5 @@ impl Writer {
         file.halted = file.halted || is_failed_fsync(&error);
         tracing::error!(%error, halted = file.halted, "a write to the database failed");
         CommitError::Failed(Arc::new(error))
-    }
-
-    fn measure(&self, file: &mut File) {
-        if let Ok(size) = file.measure() {
-            self.size.store(size, Ordering::Relaxed);
-        }
     }
 }

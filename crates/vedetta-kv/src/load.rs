@@ -164,8 +164,8 @@ pub(crate) fn load_index(connection: &Connection, meta: Meta) -> Result<Index, U
     Ok(index)
 }
 
-/// Notices rows that are gone: above the swept part every revision has one, up to where the store was
-/// when it was closed at least; in it their number and checksums are known.
+/// Notices rows that are gone: above the swept part every revision has one, up to where the store was when it was
+/// closed or compacted at least; in it their number and checksums are known.
 struct Check {
     meta: Meta,
     expected: Revision,
@@ -208,7 +208,8 @@ impl Check {
             return Err(OpenError::Miscounted);
         }
         self.jump();
-        if self.expected <= self.meta.closed_at {
+        // The row of the mark stays, so the store had come at least as far.
+        if self.expected <= self.meta.closed_at.max(self.meta.compacted) {
             return Err(OpenError::Gap(self.expected));
         }
         Ok(Revision(self.expected.0 - 1))

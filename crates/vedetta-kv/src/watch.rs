@@ -7,7 +7,8 @@
 //! ```
 //!
 //! No watcher has a queue. The fan-out thread only notes, per watcher, the first revision it is owed and
-//! wakes it; the watcher reads the ring at its own pace, and the rows in the file where it has fallen
+//! wakes it. For a few events and a few watchers whoever publishes does that itself, as it takes no longer than
+//! to wake the thread. The watcher reads the ring at its own pace, and the rows in the file where it has fallen
 //! behind the ring. So writers never wait for watchers, a slow watcher slows only itself, and its memory
 //! is a cursor. When the rows it needs were compacted it is told so.
 
@@ -41,6 +42,9 @@ const BATCH_BYTES: usize = 1 << 20;
 const HISTORY_ROWS: u32 = 1_000;
 /// Nothing is owed.
 const NOTHING: u64 = u64::MAX;
+/// So many watchers are told, of so many events, in no time.
+const FEW_WATCHERS: usize = 256;
+const FEW_EVENTS: usize = 32;
 
 /// Events that became durable together, or were read from the file together.
 #[derive(Debug)]
@@ -93,7 +97,9 @@ struct Ring {
 #[derive(Debug)]
 pub(crate) struct Hub {
     ring: RwLock<Ring>,
-    /// All watchers were told of everything up to here.
+    /// All watchers were told of everything up to here. Who has it tells them.
+    marking: Mutex<Revision>,
+    /// The same, known without the lock.
     marked: AtomicU64,
     registry: Mutex<Registry>,
     /// How many watchers there are; known without the lock.
@@ -105,7 +111,8 @@ pub(crate) struct Hub {
 
 #[derive(Debug, Default)]
 struct Nudge {
-    published: Revision,
+    /// There is something for the fan-out thread.
+    asked: bool,
     closed: bool,
 }
 
@@ -139,10 +146,11 @@ impl Hub {
     pub(crate) fn new(revision: Revision) -> Self {
         Self {
             ring: RwLock::new(Ring { blocks: VecDeque::new(), bytes: 0, first: revision.next() }),
+            marking: Mutex::new(revision),
             marked: AtomicU64::new(revision.0),
             registry: Mutex::default(),
             watching: AtomicUsize::new(0),
-            nudge: Mutex::new(Nudge { published: revision, closed: false }),
+            nudge: Mutex::default(),
             nudged: Condvar::new(),
             closed: AtomicBool::new(false),
         }
@@ -150,41 +158,63 @@ impl Hub {
 
     /// Takes in a durable block.
     pub(crate) fn publish(&self, block: Block) {
-        let last = block.last;
+        let block = Arc::new(block);
         let full = {
             let mut ring = self.ring.write();
             ring.bytes += block.bytes;
-            ring.blocks.push_back(Arc::new(block));
+            ring.blocks.push_back(Arc::clone(&block));
             ring.bytes > RING_BYTES
         };
         // Nobody to tell: who comes later begins after what the index has, and this it has. (Either we
         // see the newcomer here, or the newcomer sees this in the index.)
         fence(Ordering::SeqCst);
-        if full || self.watching.load(Ordering::Relaxed) > 0 {
-            self.nudge.lock().published = last;
+        let watching = self.watching.load(Ordering::Relaxed);
+        let is_told = watching <= FEW_WATCHERS && watching > 0 && self.tell(&block);
+        if full || (watching > 0 && !is_told) {
+            self.nudge.lock().asked = true;
             self.nudged.notify_one();
         }
     }
 
+    /// Tells watchers of a block here and now, if that is quickly done and all before it was told.
+    fn tell(&self, block: &Block) -> bool {
+        let Some(mut marked) = self.marking.try_lock() else { return false };
+        let first = block.events.first().map_or(block.last.next(), |first| first.revision);
+        let follows = first == marked.next();
+        if !follows || block.events.len() > FEW_EVENTS {
+            return false;
+        }
+        self.registry.lock().mark(block);
+        self.is_marked(&mut marked, block.last);
+        true
+    }
+
+    fn is_marked(&self, marked: &mut Revision, to: Revision) {
+        *marked = to;
+        self.marked.store(to.0, Ordering::Release);
+    }
+
     /// The fan-out thread.
     pub(crate) fn fan_out(&self) {
-        let mut marked = Revision(self.marked.load(Ordering::Relaxed));
-        while let Some(published) = self.wait_beyond(marked) {
+        while self.is_asked() {
+            let mut marked = self.marking.lock();
             match self.recent(marked.next(), usize::MAX) {
                 Some(recent) => {
                     let registry = self.registry.lock();
                     for block in recent.blocks {
                         registry.mark(&block);
-                        marked = block.last;
+                        self.is_marked(&mut marked, block.last);
                     }
                 }
                 // Outrun by the writers: let every watcher look for itself.
                 None => {
+                    let newest = self.ring.read().blocks.back().map(|block| block.last);
                     self.registry.lock().mark_all(marked.next());
-                    marked = published;
+                    let newest = newest.unwrap_or(*marked);
+                    self.is_marked(&mut marked, newest);
                 }
             }
-            self.marked.store(marked.0, Ordering::Release);
+            drop(marked);
             self.trim();
         }
         self.closed.store(true, Ordering::Release);
@@ -206,17 +236,13 @@ impl Hub {
         drop(ring);
     }
 
-    fn wait_beyond(&self, marked: Revision) -> Option<Revision> {
+    /// Waits until the thread has something to do; `false` when it never will.
+    fn is_asked(&self) -> bool {
         let mut nudge = self.nudge.lock();
-        loop {
-            if nudge.published > marked {
-                return Some(nudge.published);
-            }
-            if nudge.closed {
-                return None;
-            }
+        while !nudge.asked && !nudge.closed {
             self.nudged.wait(&mut nudge);
         }
+        std::mem::take(&mut nudge.asked)
     }
 
     pub(crate) fn close(&self) {

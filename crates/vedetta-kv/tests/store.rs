@@ -4,9 +4,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use vedetta_core::{KeyRange, Revision};
-use vedetta_db::Db;
+use vedetta_db::{Db, rusqlite};
 use vedetta_kv::{
-    Cause, Change, Delete, KvError, Options, Purpose, Put, Range, SCHEMA, Store, Update,
+    Cause, Change, Delete, KvError, OpenError, Options, Purpose, Put, Range, SCHEMA, Store, Update,
     WatchOptions,
 };
 
@@ -118,6 +118,31 @@ async fn compaction_drops_the_past_and_keeps_the_present() {
         store = open_again(&store, folder.path()).await;
     }
     store.close().await;
+}
+
+/// As a disk leaves it that lost a page and kept a newer one. Who watched from the mark would wait for ever.
+#[tokio::test]
+async fn a_killed_store_without_the_row_that_it_was_compacted_at_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = open(folder.path()).await;
+    for n in 0..5 {
+        store.put(Put::new("k", format!("{n}"))).await.unwrap();
+    }
+    store.compact(Revision(6), true).await.unwrap();
+    let killed = tempfile::tempdir().unwrap();
+    for name in ["vedetta.db", "vedetta.db-wal"] {
+        std::fs::copy(folder.path().join(name), killed.path().join(name)).unwrap();
+    }
+    store.close().await;
+
+    let options = vedetta_db::Options::new(killed.path().join("vedetta.db"));
+    let file = rusqlite::Connection::open(&options.file).unwrap();
+    assert_eq!(file.execute("DELETE FROM event WHERE revision = 6", []), Ok(1));
+    drop(file);
+    let db = Db::open(&options, &[SCHEMA]).unwrap();
+    let opened = Store::open(db.clone(), Options::default()).await;
+    assert!(matches!(opened, Err(OpenError::Gap(Revision(6)))));
+    tokio::task::spawn_blocking(move || db.close_blocking()).await.unwrap();
 }
 
 /// A batch that is to be published waits for the closure that is stuck; whoever reads must not wait behind it.
