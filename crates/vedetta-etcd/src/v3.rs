@@ -85,7 +85,9 @@ impl Api {
 
 /// The gRPC services.
 #[derive(Clone)]
-pub(crate) struct Grpc {
+pub(crate) struct Grpc(Arc<Services>);
+
+struct Services {
     api: Api,
     kv: proto::kv_server::KvServer<Api>,
     watch: proto::watch_server::WatchServer<Api>,
@@ -115,7 +117,7 @@ impl Grpc {
                 proto::$module::$server::new(api.clone()).max_decoding_message_size(MESSAGE_BYTES)
             };
         }
-        Self {
+        Self(Arc::new(Services {
             api: api.clone(),
             kv: server!(kv_server::KvServer),
             watch: server!(watch_server::WatchServer),
@@ -123,7 +125,7 @@ impl Grpc {
             cluster: server!(cluster_server::ClusterServer),
             maintenance: server!(maintenance_server::MaintenanceServer),
             auth: server!(auth_server::AuthServer),
-        }
+        }))
     }
 
     pub(crate) fn answer(
@@ -133,7 +135,7 @@ impl Grpc {
         let (quick, grpc) = (Quick::of(&request), self.clone());
         async move {
             if let Some(quick) = quick
-                && let Some(answer) = quick.answer(&grpc.api, request.body_mut()).await
+                && let Some(answer) = quick.answer(&grpc.0.api, request.body_mut()).await
             {
                 return answer;
             }
@@ -153,12 +155,12 @@ impl Grpc {
     {
         let service = request.uri().path().get(1..).and_then(|path| path.split_once('/'));
         let answer: BoxFuture<_, Infallible> = match service.map(|(service, _)| service) {
-            Some("etcdserverpb.KV") => self.kv.clone().call(request),
-            Some("etcdserverpb.Watch") => self.watch.clone().call(request),
-            Some("etcdserverpb.Lease") => self.lease.clone().call(request),
-            Some("etcdserverpb.Cluster") => self.cluster.clone().call(request),
-            Some("etcdserverpb.Maintenance") => self.maintenance.clone().call(request),
-            Some("etcdserverpb.Auth") => self.auth.clone().call(request),
+            Some("etcdserverpb.KV") => self.0.kv.clone().call(request),
+            Some("etcdserverpb.Watch") => self.0.watch.clone().call(request),
+            Some("etcdserverpb.Lease") => self.0.lease.clone().call(request),
+            Some("etcdserverpb.Cluster") => self.0.cluster.clone().call(request),
+            Some("etcdserverpb.Maintenance") => self.0.maintenance.clone().call(request),
+            Some("etcdserverpb.Auth") => self.0.auth.clone().call(request),
             _ => Box::pin(async { Ok(unserved().into_http()) }),
         };
         async move {

@@ -599,3 +599,37 @@ async fn slow_and_half_open_clients_are_let_go() {
     drop(held);
     siege.end().await;
 }
+
+/// Whoever watches and sends more behind it, which nobody reads meanwhile, is let go when it hangs up: with all of it
+/// read by then or not, and whether it says goodbye or breaks off.
+#[tokio::test(flavor = "multi_thread")]
+async fn who_hangs_up_behind_what_nobody_reads_leaves_no_watcher() {
+    let siege = Siege::begin().await;
+    let watch = get(b"/v2/keys/behind?wait=true");
+    for behind in [1, 100, 4 << 20] {
+        for breaks_off in [false, true] {
+            let mut stream = TcpStream::connect(siege.ours.address).await.unwrap();
+            stream.write_all(&watch).await.unwrap();
+            soon("it watches", async {
+                while siege.ours.store.status().watchers <= siege.watchers {
+                    tokio::time::sleep(Duration::from_millis(5)).await;
+                }
+            })
+            .await;
+            let more = get(b"/v2/keys/more").repeat(behind / 10 + 1);
+            let sent = tokio::time::timeout(GLANCE, stream.write_all(&more)).await;
+            assert_eq!(sent.is_err(), behind > 100, "the most is more than any buffer takes");
+            if breaks_off {
+                stream.set_zero_linger().unwrap();
+            }
+            drop(stream);
+            soon("the watcher is gone", async {
+                while siege.ours.store.status().watchers > siege.watchers {
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                }
+            })
+            .await;
+        }
+    }
+    siege.end().await;
+}

@@ -1,25 +1,27 @@
 //! Watching: many watches on one stream.
 //!
 //! ```text
-//!  requests ─► create ──► Follow ─┐
-//!              cancel ─x─ Follow ─┼─ whoever has events, in turn ─► answers
-//!              progress   Follow ─┘
+//!  requests ─► create ──► Watched ─┐
+//!              cancel ─x─ Watched ─┼─ whoever has events, in turn ─► answers
+//!              progress   Watched ─┘
 //! ```
 //!
-//! The stream of answers is all there is: polled by the connection it takes a request, lets a watch that
-//! has events answer, and so on in turn. No task and no queue stand between the store and the connection,
+//! The stream of answers is all there is: polled by the connection it takes a request, lets watches that
+//! have events answer, and so on in turn. No task and no queue stand between the store and the connection,
 //! so a client that does not read stops its own watches and nothing else, and one that goes away takes its
-//! watches along.
+//! watches along. A watch with much to tell gets one answer in a turn, and stands behind the others again.
 
 use std::collections::{HashMap, VecDeque};
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::Stream;
-use futures_util::stream::FuturesUnordered;
-use tokio::sync::oneshot;
+use futures_util::task::AtomicWaker;
+use parking_lot::Mutex;
 use tokio::time::{Instant, Interval, MissedTickBehavior, Sleep};
 use tokio_util::sync::WaitForCancellationFutureOwned;
 use tonic::{Request, Response, Status, Streaming};
@@ -43,6 +45,8 @@ const GATHERED: usize = 1 << 20;
 const WATCHES: usize = 100_000;
 /// When to look again whether everybody has caught up.
 const LOOK_AGAIN: Duration = Duration::from_millis(2);
+/// Turns of watches before requests are looked at again.
+const TURNS: usize = 64;
 
 #[tonic::async_trait]
 impl Watch for Api {
@@ -61,9 +65,14 @@ pub(crate) struct Session {
     api: Api,
     /// `None` once the client has nothing more to say; it still listens.
     requests: Option<Streaming<WatchRequest>>,
-    /// By id. Dropping what is here cancels the watch.
-    watches: HashMap<i64, oneshot::Sender<()>>,
-    following: FuturesUnordered<Follow>,
+    /// By id. Dropping what is here ends the watch.
+    watches: HashMap<i64, Watched>,
+    /// Watches that may have something to tell, by id, in turn.
+    turns: VecDeque<i64>,
+    /// Those that woke up since.
+    woken: Arc<Woken>,
+    /// Turns since requests were last looked at.
+    taken: usize,
     next_id: i64,
     /// Sent before anything else is looked at, so it holds what one request or one batch led to.
     ready: VecDeque<WatchResponse>,
@@ -82,12 +91,20 @@ struct Asked {
 
 /// A watch.
 struct Watched {
-    id: i64,
     watcher: Watcher,
-    cancelled: oneshot::Receiver<()>,
+    bell: Arc<Bell>,
+    waker: Waker,
     previous: bool,
     fragment: bool,
     progress: Progress,
+}
+
+impl Watched {
+    fn poll_next(&mut self) -> Poll<Result<Batch, WatchError>> {
+        // Not after: it may ring meanwhile.
+        self.bell.is_rung.store(false, Ordering::Release);
+        self.watcher.poll_next(&mut Context::from_waker(&self.waker))
+    }
 }
 
 /// What a watch hears when nothing happens.
@@ -100,31 +117,37 @@ enum Progress {
     Quiet,
 }
 
-/// Waits until a watch has something to tell, which is when it lets go of it.
-struct Follow(Option<Box<Watched>>);
-
-/// Why a watch stopped waiting.
-enum Turn {
-    Events(Box<Watched>, Batch),
-    Ended(i64, WatchError),
-    Cancelled,
+/// The watches of a session that woke up.
+#[derive(Default)]
+struct Woken {
+    ids: Mutex<Vec<i64>>,
+    session: AtomicWaker,
 }
 
-impl Future for Follow {
-    type Output = Turn;
+/// Wakes a session for one of its watches.
+struct Bell {
+    id: i64,
+    /// It stands in line, so once more would be for nothing.
+    is_rung: AtomicBool,
+    woken: Arc<Woken>,
+}
 
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Turn> {
-        let Some(mut watched) = self.0.take() else { return Poll::Ready(Turn::Cancelled) };
-        if Pin::new(&mut watched.cancelled).poll(cx).is_ready() {
-            return Poll::Ready(Turn::Cancelled);
+impl Wake for Bell {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        if self.is_rung.swap(true, Ordering::AcqRel) {
+            return;
         }
-        match watched.watcher.poll_next(cx) {
-            Poll::Ready(Ok(batch)) => Poll::Ready(Turn::Events(watched, batch)),
-            Poll::Ready(Err(error)) => Poll::Ready(Turn::Ended(watched.id, error)),
-            Poll::Pending => {
-                self.0 = Some(watched);
-                Poll::Pending
-            }
+        let mut ids = self.woken.ids.lock();
+        ids.push(self.id);
+        // Whoever came before woke it, and it takes all along.
+        let is_first = ids.len() == 1;
+        drop(ids);
+        if is_first {
+            self.woken.session.wake();
         }
     }
 }
@@ -136,7 +159,9 @@ impl Session {
             api,
             requests: Some(requests),
             watches: HashMap::new(),
-            following: FuturesUnordered::new(),
+            turns: VecDeque::new(),
+            woken: Arc::default(),
+            taken: 0,
             next_id: 0,
             ready: VecDeque::new(),
             asked: None,
@@ -200,22 +225,24 @@ impl Session {
         };
         match self.api.store().watch(range, options) {
             Ok(watcher) => {
-                let (cancel, cancelled) = oneshot::channel();
-                self.watches.insert(id, cancel);
                 let mut progress = Progress::Unwanted;
                 if request.progress_notify {
                     progress = Progress::Quiet;
                     let every = self.api.0.progress_every;
                     self.ticks.get_or_insert_with(|| ticks(every));
                 }
-                self.following.push(Follow(Some(Box::new(Watched {
-                    id,
+                let woken = Arc::clone(&self.woken);
+                let bell = Arc::new(Bell { id, is_rung: AtomicBool::new(true), woken });
+                let new = Watched {
                     watcher,
-                    cancelled,
+                    waker: Waker::from(Arc::clone(&bell)),
+                    bell,
                     previous: request.prev_kv,
                     fragment: request.fragment,
                     progress,
-                }))));
+                };
+                self.watches.insert(id, new);
+                self.turns.push_back(id);
             }
             Err(error) => self.end(id, error),
         }
@@ -250,26 +277,30 @@ impl Session {
         Ok((self.next_id - 1, range))
     }
 
-    fn take_turn(&mut self, turn: Turn) {
-        match turn {
-            Turn::Events(mut watched, batch) => {
-                let last = batch.last();
-                let events = Events::all(batch, watched.previous);
-                let most = if watched.fragment { MESSAGE_BYTES } else { GATHERED };
-                let mut pieces = events.pieces(most, watched.fragment).into_iter().peekable();
-                while let Some(piece) = pieces.next() {
-                    let more = pieces.peek().is_some();
-                    let answer = self.answer(if more { piece.last() } else { last }, watched.id);
-                    let (fragment, events) = (more && watched.fragment, Some(piece));
-                    self.ready.push_back(WatchResponse { fragment, events, ..answer });
-                }
-                if watched.progress == Progress::Quiet {
-                    watched.progress = Progress::Heard;
-                }
-                self.following.push(Follow(Some(watched)));
-            }
-            Turn::Ended(id, error) => self.end(id, error),
-            Turn::Cancelled => {}
+    /// One watch tells what it has, if it is still there.
+    fn take_turn(&mut self, id: i64) {
+        let Some(watched) = self.watches.get_mut(&id) else { return };
+        let batch = match watched.poll_next() {
+            Poll::Ready(Ok(batch)) => batch,
+            Poll::Ready(Err(error)) => return self.end(id, error),
+            Poll::Pending => return,
+        };
+        // It may have more, and is to say when it has not.
+        watched.bell.is_rung.store(true, Ordering::Release);
+        self.turns.push_back(id);
+        if watched.progress == Progress::Quiet {
+            watched.progress = Progress::Heard;
+        }
+        let (last, may_cut) = (batch.last(), watched.fragment);
+        let events = Events::all(batch, watched.previous);
+        let most = if may_cut { MESSAGE_BYTES } else { GATHERED };
+        let mut rest = Some(events);
+        while let Some(events) = rest.take() {
+            let (piece, more) = events.split(most, may_cut);
+            let answer = self.answer(if more.is_some() { piece.last() } else { last }, id);
+            let (fragment, events) = (more.is_some() && may_cut, Some(piece));
+            self.ready.push_back(WatchResponse { fragment, events, ..answer });
+            rest = more;
         }
     }
 
@@ -294,7 +325,7 @@ impl Session {
     /// Answers who asked for progress, once nobody is owed anything up to there.
     fn tell_progress(&mut self) {
         let Some(asked) = &self.asked else { return };
-        let watches = self.following.iter().filter_map(|follow| follow.0.as_ref());
+        let watches = self.watches.values();
         let done = watches.map(|watched| watched.watcher.progress()).min().unwrap_or(asked.at);
         if done >= asked.at {
             self.asked = None;
@@ -304,22 +335,40 @@ impl Session {
     }
 
     fn tick(&mut self) {
-        for watched in self.following.iter_mut().filter_map(|follow| follow.0.as_mut()) {
+        for (&watch_id, watched) in &mut self.watches {
             match watched.progress {
                 Progress::Unwanted => {}
                 Progress::Heard => watched.progress = Progress::Quiet,
                 Progress::Quiet => {
                     let header = self.api.header(watched.watcher.progress());
-                    let watch_id = watched.id;
                     self.ready.push_back(WatchResponse { header, watch_id, ..Default::default() });
                 }
             }
         }
     }
 
-    /// One request and one turn; whether there was something to do.
+    /// One turn, or a look at all that is not a watch; whether there was something to do.
     fn advance(&mut self, cx: &mut Context<'_>) -> Result<bool, Status> {
-        let mut busy = false;
+        // Watches then say that they have nothing and wake up at once, so this would never end.
+        if !tokio::task::coop::has_budget_remaining() {
+            cx.waker().wake_by_ref();
+            return Ok(false);
+        }
+        if self.taken < TURNS
+            && let Some(id) = self.turns.pop_front()
+        {
+            self.taken += 1;
+            self.take_turn(id);
+            return Ok(true);
+        }
+        self.taken = 0;
+        if self.stop.as_mut().poll(cx).is_ready() {
+            return Err(status::stopped());
+        }
+        // Looked at only now: who came before the waker was there did not wake it.
+        self.woken.session.register(cx.waker());
+        self.turns.extend(self.woken.ids.lock().drain(..));
+        let mut busy = !self.turns.is_empty();
         if let Some(requests) = &mut self.requests {
             match Pin::new(requests).poll_next(cx) {
                 Poll::Ready(Some(request)) => {
@@ -329,10 +378,6 @@ impl Session {
                 Poll::Ready(None) => self.requests = None,
                 Poll::Pending => {}
             }
-        }
-        if let Poll::Ready(Some(turn)) = Pin::new(&mut self.following).poll_next(cx) {
-            self.take_turn(turn);
-            busy = true;
         }
         if let Some(asked) = &mut self.asked
             && asked.again.as_mut().poll(cx).is_ready()
@@ -368,10 +413,6 @@ impl Stream for Session {
             }
             if session.ended {
                 return Poll::Ready(None);
-            }
-            if session.stop.as_mut().poll(cx).is_ready() {
-                session.ended = true;
-                return Poll::Ready(Some(Err(status::stopped())));
             }
             match session.advance(cx) {
                 Ok(true) => {}

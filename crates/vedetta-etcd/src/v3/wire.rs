@@ -119,26 +119,29 @@ impl Events {
         self.last
     }
 
-    /// The same in pieces of about `most` bytes, one event in each at least. Unless `anywhere`, what
-    /// happened in one revision stays together.
-    pub(crate) fn pieces(self, most: usize, anywhere: bool) -> Vec<Self> {
+    /// The first of them, about `most` bytes and one event at least, and what is left. Unless `anywhere`,
+    /// what happened in one revision stays together.
+    pub(crate) fn split(self, most: usize, anywhere: bool) -> (Self, Option<Self>) {
         if self.len < most {
-            return vec![self];
+            return (self, None);
         }
-        let mut pieces = vec![Self { take: 0, len: 0, ..self.clone() }];
+        let (mut take, mut len, mut last) = (0, 0, self.last);
         for (revision, event) in self.iter() {
-            let piece = pieces.last_mut().expect("there is one from the beginning");
-            let may_cut = piece.take > 0 && (anywhere || revision > piece.last);
-            if may_cut && piece.len + event.len() >= most {
-                let (skip, len) = (piece.skip + piece.take, event.len());
-                pieces.push(Self { skip, take: 1, len, last: revision, ..self.clone() });
-            } else {
-                piece.take += 1;
-                piece.len += event.len();
-                piece.last = revision;
+            let may_cut = take > 0 && (anywhere || revision > last);
+            if may_cut && len + event.len() >= most {
+                break;
             }
+            take += 1;
+            len += event.len();
+            last = revision;
         }
-        pieces
+        let rest = Self {
+            skip: self.skip + take,
+            take: self.take - take,
+            len: self.len - len,
+            ..self.clone()
+        };
+        (Self { take, len, last, ..self }, (rest.take > 0).then_some(rest))
     }
 
     fn iter(&self) -> impl Iterator<Item = (Revision, &Bytes)> {
@@ -333,11 +336,13 @@ mod tests {
                        {"type": "DELETE", "kv": gone, "prev_kv": two}]});
         let name = "etcdserverpb.WatchResponse";
         assert_eq!(read(name, &response(Events::all(batch.clone(), true))), want);
-        let pieces = Events::all(batch.clone(), true).pieces(1, true);
-        assert_eq!(pieces.len(), 3);
-        for (piece, event) in pieces.into_iter().zip(want["events"].as_array().unwrap()) {
+        let mut rest = Some(Events::all(batch.clone(), true));
+        for event in want["events"].as_array().unwrap() {
+            let (piece, more) = rest.unwrap().split(1, true);
             assert_eq!(read(name, &response(piece))["events"], json!([event]));
+            rest = more;
         }
+        assert!(rest.is_none());
         for event in want["events"].as_array_mut().unwrap() {
             event.as_object_mut().unwrap().remove("prev_kv");
         }

@@ -47,6 +47,17 @@ impl Difference {
 
 const V2: &[Difference] = &[
     Difference {
+        name: "a recursive delete of a watched file",
+        lines: "w: GET ~/b?wait=true&recursive=true&stream=true
+            PUT ~/b | value=one
+            PUT ~/b | value=two
+            DELETE ~/b?recursive=true
+            PUT ~/b | value=end
+            w~end\"",
+        etcd: "\"createdIndex\":+2}}\n{\"action\":\"delete\"",
+        ours: "\"createdIndex\":+2}}\n{\"action\":\"set\"",
+    },
+    Difference {
         name: "hidden nodes in history",
         lines: "PUT ~/_hidden | value=1
             PUT ~/seen | value=1
