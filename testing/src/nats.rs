@@ -1,7 +1,7 @@
 //! A real NATS server with JetStream, which can be killed, frozen, and started again on the same data.
 
 use std::net::SocketAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
@@ -45,7 +45,24 @@ impl Server {
         self.0.kill();
     }
 
-    /// Starts it on the same port and data, after it was killed; returns when it answers.
+    /// Has it end by itself (SIGTERM), with all written down; its data stays.
+    pub fn stop(&mut self) {
+        self.0.signal(Signal::TERM);
+        let ended = self.0.child.take().map(|mut child| child.wait());
+        assert!(matches!(ended, Some(Ok(_))), "{ended:?}");
+    }
+
+    /// Where it keeps a stream: `msgs` in there is what it has, and `obs` what its consumers await.
+    pub fn store(&self, stream: &str) -> PathBuf {
+        self.0.folder.path().join("data/jetstream/$G/streams").join(stream)
+    }
+
+    /// What it has said.
+    pub fn log(&self) -> String {
+        self.0.log()
+    }
+
+    /// Starts it on the same port and data, after it was killed or stopped; returns when it answers.
     pub async fn start_again(&mut self) {
         self.0.kill();
         self.0.start_again(command, greets).await;

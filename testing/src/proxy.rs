@@ -1,6 +1,8 @@
 //! A TCP link that can be cut and mended.
 
 use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
@@ -14,6 +16,8 @@ use tokio_util::task::AbortOnDropHandle;
 pub struct Proxy {
     address: SocketAddr,
     link: watch::Sender<Link>,
+    /// So many bytes may still pass to clients.
+    allowed: Arc<AtomicUsize>,
     _passing: AbortOnDropHandle<()>,
 }
 
@@ -32,8 +36,9 @@ impl Proxy {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.expect("a free port");
         let address = listener.local_addr().expect("a bound port has an address");
         let (link, state) = watch::channel(Link { whole: true, generation: 0, oldest: 0 });
-        let passing = tokio::spawn(accept(listener, target, state));
-        Self { address, link, _passing: AbortOnDropHandle::new(passing) }
+        let allowed = Arc::new(AtomicUsize::new(usize::MAX));
+        let passing = tokio::spawn(accept(listener, target, state, Arc::clone(&allowed)));
+        Self { address, link, allowed, _passing: AbortOnDropHandle::new(passing) }
     }
 
     /// Where to connect to.
@@ -51,8 +56,14 @@ impl Proxy {
         self.link.send_modify(|link| link.whole = false);
     }
 
+    /// From now on so many bytes pass to clients and then no more, and nobody is told.
+    pub fn allow(&self, bytes: usize) {
+        self.allowed.store(bytes, Ordering::Relaxed);
+    }
+
     /// Bytes pass again, those held up first.
     pub fn mend(&self) {
+        self.allowed.store(usize::MAX, Ordering::Relaxed);
         self.link.send_modify(|link| link.whole = true);
     }
 
@@ -70,16 +81,26 @@ impl Proxy {
     }
 }
 
-async fn accept(listener: TcpListener, target: SocketAddr, link: watch::Receiver<Link>) {
+async fn accept(
+    listener: TcpListener,
+    target: SocketAddr,
+    link: watch::Receiver<Link>,
+    allowed: Arc<AtomicUsize>,
+) {
     let mut connections = JoinSet::new();
     while let Ok((client, _)) = listener.accept().await {
-        connections.spawn(pass(client, target, link.clone()));
+        connections.spawn(pass(client, target, link.clone(), Arc::clone(&allowed)));
         while connections.try_join_next().is_some() {}
     }
 }
 
 /// One connection; it ends when either side ends it.
-async fn pass(client: TcpStream, target: SocketAddr, mut link: watch::Receiver<Link>) {
+async fn pass(
+    client: TcpStream,
+    target: SocketAddr,
+    mut link: watch::Receiver<Link>,
+    allowed: Arc<AtomicUsize>,
+) {
     let generation = link.borrow().generation;
     let (there, back) = (link.clone(), link.clone());
     let through = async {
@@ -87,9 +108,10 @@ async fn pass(client: TcpStream, target: SocketAddr, mut link: watch::Receiver<L
         let Ok(server) = TcpStream::connect(target).await else { return };
         let (from_client, to_client) = client.into_split();
         let (from_server, to_server) = server.into_split();
+        let all = AtomicUsize::new(usize::MAX);
         tokio::select! {
-            () = copy(from_client, to_server, there, generation) => {}
-            () = copy(from_server, to_client, back, generation) => {}
+            () = copy(from_client, to_server, there, generation, &all) => {}
+            () = copy(from_server, to_client, back, generation, &allowed) => {}
         }
     };
     tokio::select! {
@@ -108,12 +130,23 @@ async fn copy(
     mut to: OwnedWriteHalf,
     mut link: watch::Receiver<Link>,
     generation: u64,
+    allowed: &AtomicUsize,
 ) {
     let mut bytes = vec![0; 64 << 10];
     while let Ok(read @ 1..) = from.read(&mut bytes).await {
-        whole(&mut link, generation).await;
-        if to.write_all(&bytes[..read]).await.is_err() {
-            return;
+        let mut rest = &bytes[..read];
+        while !rest.is_empty() {
+            whole(&mut link, generation).await;
+            let less = |allowed: usize| Some(allowed - allowed.min(rest.len()));
+            let before = allowed.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
+            let (now, later) = rest.split_at(rest.len().min(before.unwrap_or_default()));
+            if to.write_all(now).await.is_err() {
+                return;
+            }
+            rest = later;
+            if !rest.is_empty() && link.changed().await.is_err() {
+                return;
+            }
         }
     }
     whole(&mut link, generation).await; // that it ended does not pass either

@@ -11,13 +11,15 @@
 //! ```
 //!
 //! The workers are [`vedetta_jobs::Worker`]s in processes of their own, on PostgreSQL, on NATS JetStream, or
-//! over HTTP on a server of the embedded queue.
+//! over HTTP on a server of the embedded queue. What becomes of a stream's jobs they tell the driver, who keeps the
+//! records: like a ledger's, each must have ended, once and as its kind does.
 
 mod check;
 mod child;
 mod desk;
 mod driver;
 mod log;
+mod records;
 mod world;
 
 use std::collections::BTreeMap;

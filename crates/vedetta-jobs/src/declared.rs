@@ -14,7 +14,7 @@ use std::sync::Arc;
 use vedetta_core::Failure;
 use vedetta_runtime::{Command, CommandError, Watch};
 
-use crate::worker::{Outcome, Work, Worker};
+use crate::worker::{Manner, Outcome, Work, Worker};
 
 /// What a command says, told of its job.
 struct Told<'a>(&'a Work);
@@ -39,16 +39,31 @@ impl Worker {
     /// a trace, if it has one.
     #[must_use]
     pub fn command(self, kind: impl Into<String>, command: Command) -> Self {
+        self.declare(kind.into(), command, "VEDETTA_JOB")
+    }
+
+    /// The same for jobs that are messages of a stream: their numbers there are not those that people find jobs by,
+    /// so the command is told them as `VEDETTA_MESSAGE`, and of no `VEDETTA_JOB`.
+    #[must_use]
+    pub fn message_command(self, kind: impl Into<String>, command: Command) -> Self {
+        self.declare(kind.into(), command, "VEDETTA_MESSAGE")
+    }
+
+    fn declare(self, kind: String, command: Command, id: &'static str) -> Self {
         self.add(
-            kind.into(),
-            false,
+            kind,
+            Manner::KeepsTime,
             Arc::new(move |work: Work| {
                 let command = command
                     .clone()
-                    .variable("VEDETTA_JOB", work.id().to_string())
+                    .variable(id, work.id().to_string())
                     .variable("VEDETTA_KIND", work.kind())
                     .variable("VEDETTA_ATTEMPT", work.attempt().to_string())
                     .variable("VEDETTA_SLOTS", work.cost().to_string());
+                let command = match work.limit() {
+                    Some(limit) => command.limit(limit),
+                    None => command,
+                };
                 let command = match work.trace() {
                     Some(trace) => command.variable("TRACEPARENT", trace.to_string()),
                     None => command,

@@ -12,6 +12,12 @@
 //! workers share. A message is acknowledged when its job is done, and the server has confirmed that it
 //! knows; whatever happens before, it is delivered again. So a job may be begun twice, and never not at all.
 //!
+//! With a [`Monitor`], that a job ended is recorded before it is acknowledged. A delivery of a job whose record
+//! has ended, as its acknowledgement was lost with the worker or the server, is acknowledged and not run.
+//!
+//! A server that is killed forgets some of it. What it then delivers again to who has it goes on there; what it keeps or
+//! awaits for ever is put right when there is a connection again.
+//!
 //! What streams cannot do is refused: unique keys, priorities and jobs for later. Delays are, as the server
 //! holds a message back; until it is delivered again it counts against `max_ack_pending`. A restart of the
 //! server may cut a delay short.
@@ -23,23 +29,26 @@
 mod intake;
 mod letter;
 mod setup;
+mod tidy;
 
 use std::num::NonZeroU32;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
 use async_nats::connection::State as Connection;
 use async_nats::jetstream::consumer::{PullConsumer, pull::BatchConfig};
 use async_nats::jetstream::context::PublishErrorKind;
+use async_nats::jetstream::stream::RawMessageErrorKind;
 use async_nats::jetstream::{AckKind, Context};
-use async_nats::{Client, ConnectOptions, Event, Request, ServerAddr, Subject};
+use async_nats::{Client, ConnectOptions, Event, Request, ServerAddr};
 use async_trait::async_trait;
 use bytes::Bytes;
-use futures_util::future::{join_all, try_join_all};
+use futures_util::future::{join, join_all, try_join_all};
+use hashbrown::HashMap;
 use parking_lot::Mutex;
 use percent_encoding::percent_decode_str;
-use tokio::sync::{Notify, mpsc, oneshot};
+use tokio::sync::{Notify, Semaphore, mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
@@ -47,14 +56,14 @@ use vedetta_core::JobState;
 use vedetta_core::queue::{Kept, Settled, Woken};
 use vedetta_runtime::{Bell, Ear};
 
-use self::intake::{Held, State, Story};
+use self::intake::{State, Story};
 use self::letter::{Asked, Death, HEADERS, Letter};
 use crate::job::{
     Claim, DEFAULT_QUEUE, Enqueued, Fate, Given, Job, JobId, JobsError, Json, LONGEST_TEXT, NewJob,
     Note, When, check_name, shortened, tail,
 };
 use crate::kinds::Kinds;
-use crate::monitor::{Monitor, Telling};
+use crate::monitor::{Ended, Monitor, Telling};
 use crate::port::{Jobs, Taken, Wanted};
 
 /// How long the server may take to confirm something.
@@ -176,6 +185,13 @@ fn pull_dies_after(options: &Options) -> Duration {
     idle_heartbeat(options) * 2 + Duration::from_secs(1)
 }
 
+/// How much of what was pulled the client holds for the intake. Beyond that it would drop messages, which would come
+/// again after `ack_wait` only: so it is more than several pulls bring, of which one is open at a time.
+fn inbox(options: &Options) -> usize {
+    let pulled = usize::try_from(options.fetch_batch.get()).unwrap_or(usize::MAX);
+    pulled.saturating_mul(8).clamp(1 << 16, Semaphore::MAX_PERMITS)
+}
+
 fn idle_heartbeat(options: &Options) -> Duration {
     (options.fetch_timeout / 2).min(ANSWER)
 }
@@ -195,13 +211,21 @@ struct Shared {
     client: Client,
     context: Context,
     consumer: PullConsumer,
+    /// Its messages may be others' jobs, too.
+    has_others: bool,
     warnings: Vec<String>,
+    /// What a monitor is told that jobs are kept in.
+    connection: String,
     telling: Option<Telling>,
     state: Mutex<State>,
+    /// Nothing is handed out.
+    is_paused: AtomicBool,
     /// To the intake: end the pull that is open.
     leave: mpsc::Sender<oneshot::Sender<()>>,
     /// For takes: something came, or a pull ended.
     turn: Notify,
+    /// The server may have forgotten something.
+    untidy: Notify,
     /// For workers: the same, or something that was handed out is lost.
     bell: Bell,
 }
@@ -216,26 +240,33 @@ impl JetStream {
     ) -> Result<Self, JobsError> {
         options.check()?;
         let connected = Arc::new(Notify::new());
-        let client = connect(url, &connected).await?;
+        let client = connect(url, &options, &connected).await?;
         let context = async_nats::jetstream::new(client.clone());
-        let (consumer, warnings) = setup::set_up(&context, &options).await?;
+        let setup::SetUp { consumer, has_others, warnings } =
+            setup::set_up(&context, &options).await?;
         warnings.iter().for_each(|warning| tracing::warn!(stream = options.stream, "{warning}"));
         let inbox = client.new_inbox();
         let subscriber = client.subscribe(format!("{inbox}.*")).await;
         let subscriber = subscriber.map_err(|error| unavailable("subscribing", error))?;
         let (leave, left) = mpsc::channel(1);
         let shared = Arc::new(Shared {
+            // Each durable has its own deliveries of a message, and so its own job.
+            connection: format!("nats {}/{}", options.stream, options.durable),
             options,
             client,
             context,
             consumer,
+            has_others,
             warnings,
+            state: Mutex::new(State::new(inbox, monitor.is_some())),
             telling: monitor.map(Telling::to),
-            state: Mutex::new(State::new(inbox)),
+            is_paused: AtomicBool::new(false),
             leave,
             turn: Notify::new(),
+            untidy: Notify::new(),
             bell: Bell::default(),
         });
+        shared.untidy.notify_one();
         let stop = CancellationToken::new();
         let intake = tokio::spawn({
             let (shared, stop) = (Arc::clone(&shared), stop.clone());
@@ -249,10 +280,18 @@ impl JetStream {
                 tokio::select! {
                     () = intake::run(&shared, subscriber, left, stop) => {}
                     () = reconnected => {}
+                    () = shared.keep_tidy() => {}
                 }
             }
         });
         Ok(Self { shared, stop, intake: Mutex::new(Some(intake)) })
+    }
+
+    /// What would be [warned](Self::warnings) of, without anything being made or changed.
+    pub async fn risks(url: &str, options: &Options) -> Result<Vec<String>, JobsError> {
+        options.check()?;
+        let client = connect(url, options, &Arc::default()).await?;
+        setup::look(&async_nats::jetstream::new(client), options).await
     }
 
     /// What can lose jobs that were acknowledged, as far as can be seen.
@@ -274,8 +313,66 @@ impl JetStream {
             let _ = timeout(ANSWER, intake).await;
         }
         if let Some(telling) = &self.shared.telling {
-            let _ = timeout(ANSWER, telling.told()).await;
+            let _ = timeout(ANSWER, telling.told(Vec::new())).await;
         }
+    }
+
+    /// Has nothing handed out here until it is resumed; what runs goes on, and other processes that share the
+    /// consumer do, too.
+    pub async fn pause(&self, is_paused: bool) {
+        let shared = &self.shared;
+        if shared.is_paused.swap(is_paused, Ordering::Relaxed) == is_paused {
+            return;
+        }
+        if is_paused {
+            shared.step_back().await;
+        } else {
+            shared.bell.ring(Woken::More);
+        }
+    }
+
+    /// What a monitor is told that these jobs are kept in.
+    pub fn connection(&self) -> &str {
+        &self.shared.connection
+    }
+
+    /// When a job that is still in the stream was asked for, as the monitor is told it.
+    pub async fn queued_at(&self, id: JobId) -> Result<Option<SystemTime>, JobsError> {
+        let name = &self.shared.options.stream;
+        let asking = |error: Cause| unavailable(format!("asking for the stream {name}"), error);
+        let stream = self.shared.context.get_stream_no_info(name).await;
+        match stream.map_err(|error| asking(error.into()))?.get_raw_message(id.0).await {
+            Ok(found) => Ok(Some(whole_millis(found.time.into()))),
+            Err(error) if error.kind() == RawMessageErrorKind::NoMessageFound => Ok(None),
+            Err(error) => Err(asking(error.into())),
+        }
+    }
+
+    /// Whether a job is neither in the stream nor in anybody's hands here.
+    pub async fn is_gone(&self, id: JobId) -> Result<bool, JobsError> {
+        let is_here = self.shared.state.lock().has(id.0);
+        Ok(!is_here && self.queued_at(id).await?.is_none())
+    }
+
+    /// Removes a job from the stream. If it runs here its worker is told at once, and can no longer settle it. A
+    /// message that may be another consumer's job, too, is left to it: what is not here yet, and is recorded to have
+    /// ended, is acknowledged when it comes.
+    pub async fn remove(&self, id: JobId) -> Result<(), JobsError> {
+        let shared = &self.shared;
+        let ours = shared.state.lock().drop_out(id.0);
+        if let Some(letter) = ours {
+            shared.bell.ring(Woken::Look);
+            return shared.confirm(&letter, AckKind::Term).await;
+        }
+        if shared.has_others {
+            return Ok(());
+        }
+        let name = &shared.options.stream;
+        let failed = |error: Cause| unavailable(format!("removing from the stream {name}"), error);
+        let stream = shared.context.get_stream_no_info(name).await;
+        let stream = stream.map_err(|error| failed(error.into()))?;
+        stream.delete_message(id.0).await.map_err(|error| failed(error.into()))?;
+        Ok(())
     }
 }
 
@@ -286,8 +383,12 @@ impl Drop for JetStream {
 }
 
 /// A client that connects again by itself, and says so.
-async fn connect(url: &str, connected: &Arc<Notify>) -> Result<Client, JobsError> {
-    let mut options = ConnectOptions::new().name("vedetta");
+async fn connect(
+    url: &str,
+    options: &Options,
+    connected: &Arc<Notify>,
+) -> Result<Client, JobsError> {
+    let mut options = ConnectOptions::new().name("vedetta").subscription_capacity(inbox(options));
     let mut servers = Vec::new();
     for address in url.split(',') {
         // The client would show the address in its logs: what is secret is taken out of it.
@@ -311,6 +412,8 @@ async fn connect(url: &str, connected: &Arc<Notify>) -> Result<Client, JobsError
             Event::Disconnected => {
                 tracing::warn!("the connection to NATS is lost; connecting again");
             }
+            // Not by what it pulls: there is room for that.
+            Event::SlowConsumer(_) => tracing::warn!("NATS: {event}; what was dropped comes again"),
             event => tracing::debug!("NATS: {event}"),
         }
         async {}
@@ -329,16 +432,29 @@ impl Jobs for JetStream {
         let mut enqueued = Vec::with_capacity(jobs.len());
         for jobs in jobs.chunks(PUBLISHED) {
             let mut acks = Vec::with_capacity(jobs.len());
+            // Before any is there: what is recorded under their numbers since before then is of other jobs.
+            let asked_at = SystemTime::now();
             for job in jobs {
                 let message = letter::write(job, &shared.options.stream);
                 let sent =
                     shared.context.send_publish(shared.options.subject.clone(), message).await;
                 acks.push(async { sent.map_err(unpublished)?.await.map_err(unpublished) });
             }
+            let mut told = Vec::new();
             for (ack, job) in try_join_all(acks).await?.into_iter().zip(jobs) {
                 let id = JobId(ack.sequence);
                 enqueued.push(Enqueued { id, is_new: !ack.duplicate });
-                shared.tell(id, &Asked::of(job), || job.payload.clone(), &Step::queued());
+                if shared.telling.is_some() {
+                    let payload = job.payload.clone();
+                    told.push(shared.told(id, &Asked::of(job), payload, &Step::queued(asked_at)));
+                }
+            }
+            if let Some(telling) = &shared.telling
+                && let Err(error) = telling.told(told).await
+            {
+                // They are there, and are recorded when they begin.
+                let error = vedetta_core::explain(&error);
+                tracing::warn!(error, "that jobs wait is not recorded");
             }
         }
         shared.bell.ring(Woken::More);
@@ -357,15 +473,22 @@ impl Jobs for JetStream {
                 "a lease of {asked:?} is longer than the consumer's ack wait of {most:?}"
             )));
         }
-        if self.stop.is_cancelled() || wanted.room == 0 {
+        let is_paused = shared.is_paused.load(Ordering::Relaxed);
+        if self.stop.is_cancelled() || wanted.room == 0 || is_paused {
             return Ok(Taken { jobs: Vec::new(), rest: Some(shared.options.fetch_timeout) });
         }
         let asked = Instant::now();
         shared.look(wanted).await?;
         // There was less than there is room for: the next waits for something to come.
         shared.pull(wanted).await?;
+        shared.drop_ended().await?;
         shared.bury_poison().await;
         shared.touch(asked).await?;
+        // What was pulled just after a pause stepped back would be held up here.
+        if shared.is_paused.load(Ordering::Relaxed) {
+            shared.step_back().await;
+            return Ok(Taken { jobs: Vec::new(), rest: Some(shared.options.fetch_timeout) });
+        }
         // Nothing is waited for from here on: what is handed out is not lost on the way.
         Ok(shared.hand_out(wanted))
     }
@@ -384,46 +507,23 @@ impl Jobs for JetStream {
         if ended.iter().any(|(_, fate)| matches!(fate, Fate::Released)) {
             shared.step_back().await;
         }
-        let connects = shared.connects();
-        // Those that are done; the last of them is confirmed, and with it the others.
-        let mut early = shared.done(ended);
-        early.pop();
-        for (_, reply) in &early {
-            let said = shared.client.publish(reply.clone(), AckKind::Ack.into()).await;
-            said.map_err(|error| unavailable("acknowledging", error))?;
-        }
-        let is_early = |at: &usize| early.binary_search_by_key(at, |(at, _)| *at).is_ok();
-        let rest = (0..ended.len()).filter(|at| !is_early(at));
-        let rest = rest.map(async |at| {
-            let (claim, fate) = &ended[at];
-            shared.settle(*claim, fate).await.map(|settled| (at, settled))
-        });
         let mut answers = vec![Settled::Stale; ended.len()];
-        for answer in join_all(rest).await {
+        let ours = shared.ours(ended, Instant::now(), &mut answers);
+        let (done, rest): (Vec<_>, Vec<_>) =
+            ours.into_iter().partition(|going| matches!(going.fate, Fate::Done { .. }));
+        let rest = join_all(
+            rest.iter()
+                .map(async |going| shared.settle(going).await.map(|settled| (going.at, settled))),
+        );
+        let (done, rest) = join(shared.acknowledge(&done), rest).await;
+        for answer in rest {
             let (at, settled) = answer?;
             answers[at] = settled;
         }
-        if !early.is_empty() && shared.connects() != connects {
-            return Err(JobsError::Unavailable("the connection to NATS was lost meanwhile".into()));
-        }
-        let told = {
-            let (mut state, now) = (shared.state.lock(), Instant::now());
-            let mut told = Vec::new();
-            for (at, _) in early {
-                if let Some(held) = state.held(ended[at].0, now) {
-                    told.extend(shared.done_step(held, &ended[at].1));
-                    answers[at] = Settled::Gone;
-                    state.is_over(ended[at].0.id.0);
-                }
-            }
-            ended.iter().for_each(|(claim, _)| state.let_go(*claim));
-            told
-        };
-        if let Some(telling) = &shared.telling {
-            for job in told {
-                telling.tell_end(job).await;
-            }
-        }
+        done?.into_iter().for_each(|(at, settled)| answers[at] = settled);
+        let mut state = shared.state.lock();
+        ended.iter().for_each(|(claim, _)| state.let_go(*claim));
+        drop(state);
         Ok(answers)
     }
 
@@ -609,7 +709,7 @@ impl Shared {
                 self.tell(id, &asked, || letter.payload(), &step);
             }
             jobs.push(Given {
-                claim: Claim { id, token: letter.delivery },
+                claim: letter.claim(),
                 kind: asked.kind,
                 payload: letter.payload(),
                 cost: asked.cost,
@@ -637,9 +737,11 @@ impl Shared {
         }
     }
 
-    /// Has the server confirm an acknowledgement of some kind.
+    /// Has the server confirm an acknowledgement of some kind. One that is lost with its connection must not be
+    /// waited for until the lease is over.
     async fn confirm(&self, letter: &Letter, kind: AckKind) -> Result<(), JobsError> {
-        let request = Request::new().payload(Bytes::from(kind)).timeout(Some(ANSWER));
+        let patience = ANSWER.min(self.options.ack_wait / 3);
+        let request = Request::new().payload(Bytes::from(kind)).timeout(Some(patience));
         let confirmed = self.client.send_request(letter.reply.clone(), request).await;
         confirmed.map(|_| ()).map_err(|error| unavailable("acknowledging", error))
     }
@@ -667,31 +769,116 @@ impl Shared {
         Ok(Kept::Ours)
     }
 
-    /// Those that are done and still ours, in order, and where to say so.
-    fn done(&self, ended: &[(Claim, Fate)]) -> Vec<(usize, Subject)> {
-        let (mut state, now) = (self.state.lock(), Instant::now());
-        let done =
-            ended.iter().enumerate().filter(|(_, (_, fate))| matches!(fate, Fate::Done { .. }));
-        let done = done.filter_map(|(at, (claim, _))| {
-            let held = state.held(*claim, now).filter(|held| held.settled.is_none())?;
-            Some((at, held.letter.reply.clone()))
-        });
-        done.collect()
+    /// Those that are still ours, and were not settled before: what was is answered as it was then.
+    fn ours<'e>(
+        &self,
+        ended: &'e [(Claim, Fate)],
+        now: Instant,
+        answers: &mut [Settled],
+    ) -> Vec<Going<'e>> {
+        let mut state = self.state.lock();
+        let mut ours = Vec::with_capacity(ended.len());
+        for (at, (claim, fate)) in ended.iter().enumerate() {
+            if let Some(settled) = state.settled(*claim) {
+                answers[at] = settled;
+                continue;
+            }
+            let Some(held) = state.held(*claim, now) else { continue };
+            let (letter, attempt) = (Arc::clone(&held.letter), held.attempt);
+            ours.push(Going {
+                at,
+                claim: *claim,
+                fate,
+                letter,
+                attempt,
+                story: held.story.clone(),
+            });
+        }
+        ours
     }
 
-    /// What a monitor is told of it, if there is one.
-    fn done_step(&self, held: &Held, fate: &Fate) -> Option<Job> {
-        let (Some(_), Ok(asked), Fate::Done { result }) = (&self.telling, &held.letter.asked, fate)
-        else {
+    /// Records that jobs are done, and acknowledges them: the last is confirmed, and with it the others, as the
+    /// server takes them in order.
+    async fn acknowledge(&self, done: &[Going<'_>]) -> Result<Vec<(usize, Settled)>, JobsError> {
+        let Some((last, early)) = done.split_last() else { return Ok(Vec::new()) };
+        let recorded = match &self.telling {
+            None => None,
+            Some(telling) => {
+                let ends = done.iter().filter_map(|going| self.done_step(going));
+                Some(telling.told(ends.collect()).await?)
+            }
+        };
+        let connects = self.connects();
+        for going in early {
+            let said = self.client.publish(going.letter.reply.clone(), AckKind::Ack.into()).await;
+            said.map_err(|error| unavailable("acknowledging", error))?;
+        }
+        self.confirm(&last.letter, AckKind::Ack).await?;
+        if !early.is_empty() && self.connects() != connects {
+            return Err(JobsError::Unavailable("the connection to NATS was lost meanwhile".into()));
+        }
+        let (mut state, now) = (self.state.lock(), Instant::now());
+        let answer = |(number, going): (usize, &Going<'_>)| {
+            state.is_over(&going.letter);
+            // What was recorded stands; else somebody else may have it by now.
+            let is_ours = match &recorded {
+                Some(recorded) => recorded.get(number).copied().unwrap_or(true),
+                None => state.held(going.claim, now).is_some(),
+            };
+            let settled = if is_ours { Settled::Gone } else { Settled::Stale };
+            state.settle(going.claim, settled, now + self.options.ack_wait);
+            (going.at, settled)
+        };
+        Ok(done.iter().enumerate().map(answer).collect())
+    }
+
+    /// What a monitor is told of one that is done.
+    fn done_step(&self, going: &Going<'_>) -> Option<Job> {
+        let (Ok(asked), Fate::Done { result }) = (&going.letter.asked, going.fate) else {
             return None;
         };
-        let letter = &held.letter;
+        let letter = &going.letter;
         let step = Step {
             result: result.clone(),
             progress: 1.0,
-            ..Step::of(JobState::Done, held.attempt, letter, &held.story)
+            ..Step::of(JobState::Done, going.attempt, letter, &going.story)
         };
         Some(self.told(JobId(letter.sequence), asked, letter.payload(), &step))
+    }
+
+    /// Acknowledges what has come and has ended before, as its record says: that was lost on the way. What is dead
+    /// may have been lost on its way to the dead letters, too.
+    async fn drop_ended(&self) -> Result<(), JobsError> {
+        let Some(telling) = &self.telling else { return Ok(()) };
+        let come = self.state.lock().unknown();
+        if come.is_empty() {
+            return Ok(());
+        }
+        let ended = telling.ended(&self.connection, &come).await?;
+        let over = come.iter().zip(ended).filter_map(|((id, _), ended)| Some((id.0, ended?)));
+        let over: HashMap<u64, Ended> = over.collect();
+        let letters = self.state.lock().are_known(&come, |sequence| over.contains_key(&sequence));
+        for letter in letters {
+            if let Some(ended) = over.get(&letter.sequence) {
+                self.drop_one(&letter, ended).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Acknowledges one that has ended.
+    async fn drop_one(&self, letter: &Letter, ended: &Ended) -> Result<(), JobsError> {
+        tracing::debug!(sequence = letter.sequence, "a job that has ended was still there");
+        if let Ended { status: JobState::Dead, error } = ended {
+            let error = error.as_deref().unwrap_or_default();
+            if let Err(error) = self.store_dead(letter, &Death { reason: "failed", error }).await {
+                unstored(&error);
+                return Ok(());
+            }
+        }
+        // If this is lost, it comes once more.
+        let said = self.client.publish(letter.reply.clone(), AckKind::Ack.into()).await;
+        said.map_err(|error| unavailable("acknowledging", error))
     }
 
     /// How often there was a connection.
@@ -699,87 +886,68 @@ impl Shared {
         self.client.statistics().connects.load(Ordering::Relaxed)
     }
 
-    async fn settle(&self, claim: Claim, fate: &Fate) -> Result<Settled, JobsError> {
-        let (letter, attempt, story) = match self.state.lock().held(claim, Instant::now()) {
-            None => return Ok(Settled::Stale),
-            Some(held) => match held.settled {
-                Some(settled) => return Ok(settled),
-                None => (Arc::clone(&held.letter), held.attempt, held.story.clone()),
-            },
-        };
+    /// Has a job come again, or bury it.
+    async fn settle(&self, going: &Going<'_>) -> Result<Settled, JobsError> {
+        let Going { claim, fate, letter, attempt, story, .. } = going;
         let most = letter.asked.as_ref().map_or(0, |asked| asked.max_attempts);
-        let mut step = Step::of(JobState::Waiting, attempt, &letter, &story);
+        let mut step = Step::of(JobState::Waiting, *attempt, letter, story);
         let back = |after: Duration| AckKind::Nak(Some(after.min(LONGEST_DELAY)));
         let settled = match fate {
-            Fate::Done { result } => {
-                self.confirm(&letter, AckKind::Ack).await?;
-                (step.status, step.result) = (JobState::Done, result.clone());
-                step.progress = 1.0;
-                Settled::Gone
-            }
-            Fate::Dead { error } => {
-                if !self.buries(&letter, &Death { reason: "failed", error }).await? {
-                    return Ok(Settled::Stale);
-                }
-                (step.status, step.error) = (JobState::Dead, Some(error.clone()));
-                Settled::Parked
-            }
-            Fate::Again { error, .. } if attempt >= most => {
-                if !self.buries(&letter, &Death { reason: "failed-too-often", error }).await? {
-                    return Ok(Settled::Stale);
-                }
-                (step.status, step.error) = (JobState::Dead, Some(error.clone()));
-                Settled::Parked
+            Fate::Done { .. } => unreachable!("what is done is acknowledged"),
+            Fate::Dead { error } => self.dies(going, &Death { reason: "failed", error }).await?,
+            Fate::Again { error, .. } if *attempt >= most => {
+                self.dies(going, &Death { reason: "failed-too-often", error }).await?
             }
             Fate::Again { after, error } => {
-                self.confirm(&letter, back(*after)).await?;
+                self.confirm(letter, back(*after)).await?;
                 step.error = Some(error.clone());
                 step.run_at += (*after).min(LONGEST_DELAY);
                 Settled::Again(*after)
             }
             Fate::Snooze(after) => {
-                self.confirm(&letter, back(*after)).await?;
+                self.confirm(letter, back(*after)).await?;
                 step.run_at += (*after).min(LONGEST_DELAY);
                 step.attempts -= 1;
                 Settled::Again(*after)
             }
             Fate::Released => {
-                self.confirm(&letter, AckKind::Nak(None)).await?;
+                self.confirm(letter, AckKind::Nak(None)).await?;
                 step.attempts -= 1;
                 Settled::Again(Duration::ZERO)
             }
         };
         {
             let mut state = self.state.lock();
-            match fate {
-                Fate::Snooze(_) | Fate::Released => state.forgive(letter.sequence),
-                _ if matches!(settled, Settled::Gone | Settled::Parked) => {
-                    state.is_over(letter.sequence);
-                }
+            match (fate, settled) {
+                (_, Settled::Gone | Settled::Parked) => state.is_over(letter),
+                (Fate::Snooze(_) | Fate::Released, _) => state.forgive(letter.sequence),
                 _ => {}
             }
-            if let Some(held) = state.held(claim, Instant::now()) {
-                held.settled = Some(settled);
-            }
+            state.settle(*claim, settled, Instant::now() + self.options.ack_wait);
         }
-        match settled {
-            Settled::Gone | Settled::Parked => self.tell_end(&letter, &step).await,
-            _ => self.tell_of(&letter, &step),
+        if let Settled::Again(_) = settled {
+            self.tell_of(letter, &step);
         }
         Ok(settled)
     }
 
-    /// The same; one that cannot be stored must not hold up the others, and is delivered again.
-    async fn buries(&self, letter: &Letter, why: &Death<'_>) -> Result<bool, JobsError> {
-        let Err(error) = self.bury(letter, why).await else { return Ok(true) };
-        self.connected()?;
-        let error = vedetta_core::explain(&error);
-        tracing::error!(error, "a dead letter could not be stored; its message comes again");
-        Ok(false)
+    /// Has a job be dead: that is recorded, it is stored with the dead ones, and only then delivered no more. One that
+    /// cannot be stored must not hold up the others, and comes again: to be stored, if it is recorded.
+    async fn dies(&self, going: &Going<'_>, why: &Death<'_>) -> Result<Settled, JobsError> {
+        let letter = &going.letter;
+        let is_so = self.record_dead(letter, why, going.attempt, &going.story).await?;
+        if is_so && let Err(error) = self.store_dead(letter, why).await {
+            self.connected()?;
+            unstored(&error);
+            let is_recorded = self.telling.is_some();
+            return Ok(if is_recorded { Settled::Parked } else { Settled::Stale });
+        }
+        self.confirm(letter, AckKind::Term).await?;
+        Ok(if is_so { Settled::Parked } else { Settled::Stale })
     }
 
-    /// Stores a message with the dead ones, and only then has it delivered no more.
-    async fn bury(&self, letter: &Letter, why: &Death<'_>) -> Result<(), JobsError> {
+    /// Stores a message with the dead ones.
+    async fn store_dead(&self, letter: &Letter, why: &Death<'_>) -> Result<(), JobsError> {
         let message = letter.dead(why, &self.options, self.client.max_payload());
         let sent = self.context.send_publish(self.options.dead_subject(), message).await;
         let ack = sent.map_err(unpublished)?.await.map_err(unpublished)?;
@@ -787,7 +955,22 @@ impl Shared {
             let wrong = format!("dead letters went to the stream {}", ack.stream);
             return Err(JobsError::Failed(wrong.into()));
         }
-        self.confirm(letter, AckKind::Term).await
+        Ok(())
+    }
+
+    /// Records that a job is dead, if jobs are recorded. Whether it is so, and had not ended otherwise.
+    async fn record_dead(
+        &self,
+        letter: &Letter,
+        why: &Death<'_>,
+        attempts: u32,
+        story: &Story,
+    ) -> Result<bool, JobsError> {
+        let (Some(telling), Ok(asked)) = (&self.telling, &letter.asked) else { return Ok(true) };
+        let mut step = Step::of(JobState::Dead, attempts, letter, story);
+        step.error = Some(why.error.to_owned());
+        let end = self.told(JobId(letter.sequence), asked, letter.payload(), &step);
+        Ok(telling.told(vec![end]).await?.first().copied().unwrap_or(true))
     }
 
     /// Buries what is ready and is no job, or was begun too often.
@@ -801,35 +984,25 @@ impl Shared {
             Err(error) => Death { reason: "unreadable", error },
             Ok(_) => Death { reason: "worker-gone", error: "its worker went away" },
         };
-        if let Err(error) = self.bury(letter, &why).await {
+        let attempts = self.state.lock().attempt(letter).saturating_sub(1);
+        let buried = async {
+            if self.record_dead(letter, &why, attempts, &Story::default()).await? {
+                self.store_dead(letter, &why).await?;
+            }
+            self.confirm(letter, AckKind::Term).await
+        };
+        if let Err(error) = buried.await {
             let error = vedetta_core::explain(&error);
-            tracing::warn!(error, "a dead letter could not be stored; its message comes again");
+            tracing::warn!(error, "a message could not be buried; it comes again");
             return;
         }
         tracing::warn!(sequence = letter.sequence, why = why.error, "a message is dead");
-        let attempts = {
-            let mut state = self.state.lock();
-            let attempts = state.attempt(letter).saturating_sub(1);
-            state.is_over(letter.sequence);
-            attempts
-        };
-        let mut step = Step::of(JobState::Dead, attempts, letter, &Story::default());
-        step.error = Some(why.error.to_owned());
-        self.tell_end(letter, &step).await;
+        self.state.lock().is_over(letter);
     }
 
     fn tell_of(&self, letter: &Letter, step: &Step) {
         if let Ok(asked) = &letter.asked {
             self.tell(JobId(letter.sequence), asked, || letter.payload(), step);
-        }
-    }
-
-    /// The same of an end, which must not be left out.
-    async fn tell_end(&self, letter: &Letter, step: &Step) {
-        if let (Some(telling), Ok(asked)) = (&self.telling, &letter.asked) {
-            telling
-                .tell_end(self.told(JobId(letter.sequence), asked, letter.payload(), step))
-                .await;
         }
     }
 
@@ -847,7 +1020,7 @@ impl Shared {
             id,
             kind: asked.kind.clone(),
             queue: self.options.queue.clone(),
-            connection: format!("nats {}", self.options.stream),
+            connection: self.connection.clone(),
             status: step.status,
             payload,
             cost: asked.cost,
@@ -871,6 +1044,17 @@ impl Shared {
             updated_at: now,
         }
     }
+}
+
+/// A job that is being settled, and was ours when that began.
+struct Going<'e> {
+    /// Its place among those that are settled together.
+    at: usize,
+    claim: Claim,
+    fate: &'e Fate,
+    letter: Arc<Letter>,
+    attempt: u32,
+    story: Story,
 }
 
 /// What has come of a pull.
@@ -897,13 +1081,12 @@ struct Step {
 }
 
 impl Step {
-    fn queued() -> Self {
-        let now = SystemTime::now();
+    fn queued(at: SystemTime) -> Self {
         Self {
             status: JobState::Waiting,
             attempts: 0,
-            queued_at: now,
-            run_at: now,
+            queued_at: at,
+            run_at: at,
             progress: 0.0,
             result: None,
             error: None,
@@ -915,12 +1098,24 @@ impl Step {
         Self {
             status,
             attempts,
-            queued_at: letter.published,
+            queued_at: whole_millis(letter.published),
             progress: story.progress,
             story: story.clone(),
-            ..Self::queued()
+            ..Self::queued(SystemTime::now())
         }
     }
+}
+
+/// The same time as records keep it: whoever carries it there must not change it.
+fn whole_millis(time: SystemTime) -> SystemTime {
+    let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let millis = Duration::from_millis(u64::from(since.subsec_millis()));
+    SystemTime::UNIX_EPOCH + Duration::from_secs(since.as_secs()) + millis
+}
+
+fn unstored(error: &JobsError) {
+    let error = vedetta_core::explain(error);
+    tracing::error!(error, "a dead letter could not be stored; its message comes again");
 }
 
 fn unpublished(error: async_nats::jetstream::context::PublishError) -> JobsError {

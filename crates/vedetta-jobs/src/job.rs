@@ -314,6 +314,13 @@ impl Note {
     pub fn is_empty(&self) -> bool {
         self.progress.is_none() && self.message.is_none() && self.log.is_empty()
     }
+
+    /// Adds what was to be told before, and is still.
+    pub(crate) fn add_older(&mut self, old: Self) {
+        self.progress = self.progress.or(old.progress);
+        self.message = self.message.take().or(old.message);
+        self.log = tail(&old.log, &self.log);
+    }
 }
 
 /// What is to become of a job that was handed out.

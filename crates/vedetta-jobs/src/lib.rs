@@ -33,7 +33,7 @@ pub use job::{
     NewJob, Note, PRIORITY_STEP, Page, QueueCounts, When, check_name, stamp, status,
 };
 pub use kinds::{Asked, Cost, Kind, Kinds};
-pub use monitor::Monitor;
+pub use monitor::{Ended, Monitor};
 pub use periodic::{Every, Housekeeping, Periodic, Retention};
 pub use port::{Jobs, Ledger, Taken, Wanted};
 pub use traced::Asking;

@@ -16,6 +16,7 @@
 mod enqueue;
 mod ledger;
 
+use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -35,15 +36,19 @@ use vedetta_runtime::{Bells, Ear};
 
 use self::enqueue::{Asked, FEW};
 use crate::job::{
-    Claim, Enqueued, Fate, Given, JobId, JobsError, Json, LONGEST_NAME, LONGEST_TEXT, NewJob, Note,
-    PRIORITY_STEP, QueueCounts, shortened, tail,
+    Claim, Enqueued, Fate, Given, JobId, JobsError, Json, LOG_TAIL, LONGEST_NAME, LONGEST_TEXT,
+    NewJob, Note, PRIORITY_STEP, QueueCounts, shortened, tail,
 };
 use crate::port::{Jobs, Taken, Wanted};
 
 /// The tables of the jobs, for [`Postgres::open`].
 pub const SCHEMA: Schema = Schema {
     component: "jobs",
-    steps: &[include_str!("postgres/schema.sql"), include_str!("postgres/functions.sql")],
+    steps: &[
+        include_str!("postgres/schema.sql"),
+        include_str!("postgres/functions.sql"),
+        include_str!("postgres/keep.sql"),
+    ],
 };
 
 const _: () = assert!(PRIORITY_STEP.as_secs() == 60, "the statements say so, too");
@@ -54,6 +59,17 @@ const CHANNEL: &str = "vedetta_job";
 /// After so many jobs what is left of their rows is cleared away, or after a quarter of those that wait. The
 /// server does it itself, but every minute at best, and a million dead rows slow down who looks for live ones.
 const CLEAR_AFTER: i64 = 200_000;
+
+/// What cannot be noted as somebody has the job locked is told again this often, for so long: who tells of it at the
+/// same time is mostly done by then. No longer, as the leases of others are prolonged after it.
+const LOOK_AGAIN: Duration = Duration::from_millis(5);
+const PATIENCE: Duration = Duration::from_millis(100);
+/// After that it is told with what is told next, or at the end. Of so many jobs at most; of those that nobody tells of any more
+/// it is forgotten after so long.
+const UNSAID: usize = 1024;
+const FORGOTTEN: Duration = Duration::from_secs(600);
+
+const _: () = assert!(LOG_TAIL == 16_384, "the statements say so, too");
 
 /// Of so many settlements one sums up what the others counted.
 const SUM_UP: u32 = 200;
@@ -92,6 +108,8 @@ struct Desk {
     /// Those whose rows are committed; none is ever removed.
     queues: Mutex<HashMap<String, i32>>,
     counted: tokio::sync::Mutex<Option<Counted>>,
+    /// What could not be noted, and since when.
+    unsaid: Mutex<HashMap<Claim, (Instant, Note)>>,
     /// How many more jobs may end before the rows they leave behind are cleared away.
     clear_after: AtomicI64,
 }
@@ -175,6 +193,7 @@ impl PostgresJobs {
             bells: Bells::default(),
             queues: Mutex::default(),
             counted: tokio::sync::Mutex::default(),
+            unsaid: Mutex::default(),
             clear_after: AtomicI64::new(CLEAR_AFTER),
         });
         let rung = Arc::clone(&desk);
@@ -277,6 +296,41 @@ impl Desk {
         Ok(client.query_one(sql, &[]).await?.try_get(0)?)
     }
 
+    /// What could not be noted of those that end.
+    fn unsaid(&self, ended: &[(Claim, Fate)]) -> Vec<(Claim, Note)> {
+        let mut unsaid = self.unsaid.lock();
+        ended.iter().filter_map(|(claim, _)| Some((*claim, unsaid.remove(claim)?.1))).collect()
+    }
+
+    /// What there is to tell, and what could not be noted so far.
+    fn with_unsaid<'h>(&self, held: &'h [(Claim, Note)]) -> Cow<'h, [(Claim, Note)]> {
+        let mut unsaid = self.unsaid.lock();
+        if unsaid.is_empty() {
+            return Cow::Borrowed(held);
+        }
+        let mut held = held.to_vec();
+        for (claim, note) in &mut held {
+            if let Some((_, old)) = unsaid.remove(claim) {
+                note.add_older(old);
+            }
+        }
+        Cow::Owned(held)
+    }
+
+    /// These are to be told later.
+    fn leave_unsaid(&self, left: &[&(Claim, Note)]) {
+        let (mut unsaid, now) = (self.unsaid.lock(), Instant::now());
+        if unsaid.len() + left.len() > UNSAID {
+            unsaid.retain(|_, (since, _)| now.duration_since(*since) < FORGOTTEN);
+        }
+        let room = UNSAID.saturating_sub(unsaid.len());
+        if room < left.len() {
+            let lost = left.len() - room;
+            tracing::warn!(jobs = lost, "what is told of jobs is lost: they are locked");
+        }
+        unsaid.extend(left.iter().take(room).map(|(claim, note)| (*claim, (now, note.clone()))));
+    }
+
     /// The number of a queue, if there is one of this name.
     async fn queue(&self, db: &impl GenericClient, name: &str) -> Result<Option<i32>, Error> {
         if let Some(queue) = self.queues.lock().get(name) {
@@ -312,6 +366,27 @@ async fn tell(
 fn claim(row: &Row) -> Result<Claim, Error> {
     let id: i64 = row.try_get(0)?;
     Ok(Claim { id: JobId(id.unsigned_abs()), token: row.try_get(1)? })
+}
+
+/// Prolongs leases, and notes what there is to tell. Those that were still held, and whether it was noted.
+async fn keep(
+    db: &impl GenericClient,
+    held: &[&(Claim, Note)],
+) -> Result<HashMap<Claim, bool>, Error> {
+    let (ids, tokens) = columns(held.iter().map(|(claim, _)| claim));
+    let progress = |(_, note): &&(Claim, Note)| {
+        note.progress.filter(|progress| !progress.is_nan()).map(|progress| progress.clamp(0.0, 1.0))
+    };
+    let message = |(_, note): &&(Claim, Note)| {
+        note.message.as_deref().map(|message| shortened(message, LONGEST_TEXT))
+    };
+    let log = |(_, note): &&(Claim, Note)| (!note.log.is_empty()).then(|| tail("", &note.log));
+    let progress: Vec<Option<f32>> = held.iter().map(progress).collect();
+    let messages: Vec<Option<String>> = held.iter().map(message).collect();
+    let logs: Vec<Option<String>> = held.iter().map(log).collect();
+    let statement = db.prepare_cached(KEEP).await?;
+    let rows = db.query(&statement, &[&ids, &tokens, &progress, &messages, &logs]).await?;
+    rows.iter().map(|row| Ok((claim(row)?, row.try_get(2)?))).collect()
 }
 
 /// Has jobs be over that are done or dead. Those that were still held.
@@ -486,40 +561,30 @@ impl Jobs for PostgresJobs {
             return Ok(Vec::new());
         }
         let client = self.desk.db.client().await?;
-        let logging = held.iter().filter(|(_, note)| !note.log.is_empty()).map(|(claim, _)| claim);
-        let (logging, tokens) = columns(logging);
-        let mut logs: HashMap<i64, String> = HashMap::new();
-        if !logging.is_empty() {
-            // Nobody else writes to the log of a job that is held.
-            let sql = "SELECT j.id, j.log FROM unnest($1::bigint[], $2::bigint[]) AS u (id, token)
-                           CROSS JOIN LATERAL (SELECT id, log, token FROM vedetta_job
-                                               WHERE id = u.id) AS j
-                       WHERE j.token = u.token";
-            for row in client.query(sql, &[&logging, &tokens]).await? {
-                let log: Option<String> = row.try_get(1)?;
-                logs.insert(row.try_get(0)?, log.unwrap_or_default());
+        let mut ours: HashSet<Claim> = HashSet::with_capacity(held.len());
+        let held = self.desk.with_unsaid(held);
+        let mut left: Vec<&(Claim, Note)> = held.iter().collect();
+        let began = Instant::now();
+        loop {
+            let kept = keep(&client, &left).await?;
+            for (claim, _) in &left {
+                if kept.contains_key(claim) {
+                    ours.insert(*claim)
+                } else {
+                    ours.remove(claim)
+                };
             }
+            left.retain(|(claim, note)| !note.is_empty() && kept.get(claim) == Some(&false));
+            if left.is_empty() {
+                break;
+            }
+            if began.elapsed() > PATIENCE {
+                self.desk.leave_unsaid(&left);
+                break;
+            }
+            tokio::time::sleep(LOOK_AGAIN).await;
         }
-        let (ids, tokens) = columns(held.iter().map(|(claim, _)| claim));
-        let progress = |(_, note): &(Claim, Note)| {
-            note.progress
-                .filter(|progress| !progress.is_nan())
-                .map(|progress| progress.clamp(0.0, 1.0))
-        };
-        let message = |(_, note): &(Claim, Note)| {
-            note.message.as_deref().map(|message| shortened(message, LONGEST_TEXT))
-        };
-        let log = |(claim, note): &(Claim, Note)| {
-            let log = logs.get(&number(claim.id)).filter(|_| !note.log.is_empty());
-            log.map(|log| tail(log, &note.log))
-        };
-        let progress: Vec<Option<f32>> = held.iter().map(progress).collect();
-        let messages: Vec<Option<String>> = held.iter().map(message).collect();
-        let logs: Vec<Option<String>> = held.iter().map(log).collect();
-        let keep = client.prepare_cached(KEEP).await?;
-        let rows = client.query(&keep, &[&ids, &tokens, &progress, &messages, &logs]).await?;
-        let kept = rows.iter().map(claim).collect::<Result<HashSet<Claim>, Error>>()?;
-        let answer = |held| if kept.contains(held) { Kept::Ours } else { Kept::Lost };
+        let answer = |held| if ours.contains(held) { Kept::Ours } else { Kept::Lost };
         Ok(held.iter().map(|(claim, _)| answer(claim)).collect())
     }
 
@@ -532,6 +597,10 @@ impl Jobs for PostgresJobs {
             ledger::sum_up(&client).await?;
         }
         self.desk.ended(ended.len());
+        let unsaid = self.desk.unsaid(ended);
+        if !unsaid.is_empty() {
+            keep(&client, &unsaid.iter().collect::<Vec<_>>()).await?;
+        }
         match self.desk.settle(&client, ended).await.map_err(JobsError::from) {
             Err(JobsError::Failed(_)) if ended.len() > 1 => {}
             settled => return settled,

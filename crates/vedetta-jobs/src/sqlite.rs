@@ -17,7 +17,7 @@ use async_trait::async_trait;
 use parking_lot::Mutex;
 use vedetta_core::JobState;
 use vedetta_core::queue::{Kept, Settled, Woken};
-use vedetta_db::rusqlite::{self, Connection, OptionalExtension as _, params};
+use vedetta_db::rusqlite::{self, Connection, OptionalExtension as _, Row, params};
 use vedetta_db::{
     Clock, CommitError, Db, Mirror, Purpose, ReadError, Rows, Schema, Stop, WriteError,
 };
@@ -28,7 +28,7 @@ use crate::job::{
     Change, Claim, Enqueued, Fate, Filter, Job, JobId, JobsError, Json, Mode, NewJob, Note, Page,
     QueueCounts,
 };
-use crate::monitor::Monitor;
+use crate::monitor::{Ended, Monitor};
 use crate::port::{Jobs, Ledger, Taken, Wanted};
 
 /// The tables of the jobs, for [`Db::open`].
@@ -93,6 +93,10 @@ pub const SCHEMA: Schema = Schema {
         ALTER TABLE job ADD COLUMN trace TEXT;
     "],
 };
+
+/// For so long after its end the record of a job that is kept elsewhere stays, unless said otherwise: it keeps the job
+/// from being run when it comes again.
+pub const RECORDED: Duration = Duration::from_secs(3600);
 
 fn state_number(state: JobState) -> i64 {
     match state {
@@ -197,8 +201,9 @@ impl Mirror for Hook {
 impl From<CommitError> for JobsError {
     fn from(error: CommitError) -> Self {
         match error {
-            CommitError::Full | CommitError::Failed(_) => Self::Unavailable(Box::new(error)),
-            _ => Self::Failed(Box::new(error)),
+            // It is this write that can never be made. All else ends, by a restart at the latest.
+            CommitError::Panicked => Self::Failed(Box::new(error)),
+            _ => Self::Unavailable(Box::new(error)),
         }
     }
 }
@@ -280,6 +285,82 @@ impl SqliteJobs {
     pub fn enqueue_in(&self, tx: &Connection, jobs: &[NewJob]) -> Result<Vec<Enqueued>, JobsError> {
         jobs.iter().try_for_each(NewJob::check)?;
         self.desk.enqueue(tx, jobs)
+    }
+
+    /// The numbers here of jobs that are kept elsewhere, by what keeps them and their ids there; nothing for
+    /// one of which nothing was told.
+    pub async fn records_of(
+        &self,
+        connection: &str,
+        ids: &[JobId],
+    ) -> Result<Vec<Option<JobId>>, JobsError> {
+        let (connection, ids) = (connection.to_owned(), ids.to_owned());
+        let read = self.db.read(move |db| {
+            let sql = "SELECT id FROM job
+                       WHERE connection = ?1 AND foreign_id = ?2 AND connection IS NOT NULL";
+            let mut find = db.prepare_cached(sql)?;
+            let found = ids.iter().map(|id| {
+                let row = params![connection, id.0.cast_signed()];
+                let found = find.query_row(row, |row| row.get::<_, i64>(0)).optional()?;
+                Ok(found.map(|id| JobId(id.unsigned_abs())))
+            });
+            found.collect()
+        });
+        Ok(read.await?)
+    }
+
+    /// Notes that a job which is kept elsewhere was called off: what is told of it later changes nothing. It
+    /// may be known only now when exactly it was asked for.
+    pub async fn cancel_record(
+        &self,
+        id: JobId,
+        queued_at: Option<SystemTime>,
+    ) -> Result<Change, JobsError> {
+        self.write(Purpose::Reclaim, move |tx, desk| desk.cancel_record(tx, id, queued_at, None))
+            .await
+    }
+
+    /// Jobs that are kept elsewhere and have not ended, of which nothing was told for so long: the next few after
+    /// this one.
+    pub async fn unheard(
+        &self,
+        silence: Duration,
+        after: JobId,
+        limit: u32,
+    ) -> Result<Vec<JobId>, JobsError> {
+        let before = self.desk.clock.now().saturating_sub(Clock::millis(silence));
+        let read = self.db.read(move |db| {
+            // Those that are open are fewer than all there are.
+            let sql = "SELECT id FROM job INDEXED BY job_elsewhere
+                       WHERE state > 9 AND updated_at <= ?1 AND id > ?2 ORDER BY id LIMIT ?3";
+            let mut find = db.prepare_cached(sql)?;
+            let after = i64::try_from(after.0).unwrap_or(i64::MAX);
+            let found =
+                find.query_map(params![before, after, limit], |row| row.get::<_, i64>(0))?;
+            found.map(|id| Ok(JobId(id?.unsigned_abs()))).collect()
+        });
+        Ok(read.await?)
+    }
+
+    /// Notes that a job which was kept elsewhere is gone from there, and nobody told how it ended.
+    pub async fn end_record(&self, id: JobId) -> Result<Change, JobsError> {
+        let end = move |tx: &Connection, desk: &Desk| desk.end_record(tx, id);
+        self.write(Purpose::Reclaim, end).await
+    }
+
+    /// The same as [`Ledger::prune`], but what is kept elsewhere stays for `elsewhere` after its end, however short
+    /// the other times are: its record keeps it from being run when it comes again.
+    pub async fn prune_but(
+        &self,
+        done: Duration,
+        dead: Duration,
+        elsewhere: Duration,
+    ) -> Result<u64, JobsError> {
+        let prune = move |tx: &Connection, desk: &Desk| {
+            let before = |age| desk.clock.now().saturating_sub(Clock::millis(age));
+            desk.prune(tx, before(done), before(dead), before(elsewhere))
+        };
+        self.write(Purpose::Reclaim, prune).await
     }
 
     /// Settles a job as done in a closure of [`Db::write`], so that what else is written there happens once:
@@ -422,11 +503,7 @@ impl Ledger for SqliteJobs {
     }
 
     async fn prune(&self, done: Duration, dead: Duration) -> Result<u64, JobsError> {
-        let prune = move |tx: &Connection, desk: &Desk| {
-            let before = |age| desk.clock.now().saturating_sub(Clock::millis(age));
-            desk.prune(tx, before(done), before(dead))
-        };
-        self.write(Purpose::Reclaim, prune).await
+        self.prune_but(done, dead, RECORDED).await
     }
 
     async fn tick(
@@ -460,13 +537,61 @@ impl Ledger for SqliteJobs {
     }
 }
 
+/// It is told that a job was asked for, and no more.
+fn is_asked_for(job: &Job) -> bool {
+    job.status == JobState::Waiting && job.started_at.is_none()
+}
+
 #[async_trait]
 impl Monitor for SqliteJobs {
-    async fn tell(&self, jobs: &[Job]) {
+    async fn tell(&self, jobs: &[Job]) -> Result<Vec<bool>, JobsError> {
         let jobs = jobs.to_owned();
+        let has_end = jobs.iter().any(|job| job.status.is_over());
+        // Whoever asked for it is told the number of its record, which must not be given twice.
+        let is_asked_for = jobs.iter().any(is_asked_for);
         let record = move |tx: &Connection, desk: &Desk| desk.record(tx, &jobs);
-        if let Err(error) = self.write(Purpose::Store, record).await {
-            tracing::warn!(error = vedetta_core::explain(&error), "steps of jobs are not recorded");
+        if has_end {
+            self.write(Purpose::Reclaim, record).await
+        } else if is_asked_for {
+            self.write(Purpose::Store, record).await
+        } else {
+            self.write_lazily(record).await
         }
+    }
+
+    async fn ended(
+        &self,
+        connection: &str,
+        jobs: &[(JobId, SystemTime)],
+    ) -> Result<Vec<Option<Ended>>, JobsError> {
+        let (connection, jobs) = (connection.to_owned(), jobs.to_owned());
+        let read = self.db.read(move |db| {
+            let sql = "SELECT state, error FROM job
+                       WHERE connection = ?1 AND foreign_id = ?2 AND connection IS NOT NULL
+                             AND queued_at = ?3 AND state < 10";
+            let mut find = db.prepare_cached(sql)?;
+            let ended = jobs.iter().map(|(id, queued_at)| {
+                let row = params![connection, id.0.cast_signed(), Clock::at(*queued_at)];
+                let ended =
+                    |row: &Row<'_>| Ok(Ended { status: state_of(row.get(0)?), error: row.get(1)? });
+                find.query_row(row, ended).optional()
+            });
+            ended.collect()
+        });
+        Ok(read.await?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_write_that_panics_is_never_tried_again() {
+        let failed = CommitError::Failed(Arc::new(rusqlite::Error::InvalidQuery));
+        for error in [CommitError::Full, failed, CommitError::Halted, CommitError::Closed] {
+            assert!(JobsError::from(error.clone()).is_transient(), "{error}");
+        }
+        assert!(!JobsError::from(CommitError::Panicked).is_transient());
     }
 }

@@ -86,8 +86,19 @@ pub(crate) type Run = Arc<dyn Fn(Work) -> Running + Send + Sync>;
 #[derive(Clone)]
 struct Doing {
     run: Run,
-    in_parts: bool,
+    manner: Manner,
     timeout: Option<Duration>,
+}
+
+/// How a handler deals with slots and time.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Manner {
+    /// A job takes its slots, and is dropped when its time is up.
+    Whole,
+    /// The parts of a job take slots.
+    InParts,
+    /// It sees to its [limit](Work::limit) itself, so that what it started has ended when the slots are free.
+    KeepsTime,
 }
 
 /// Works a queue with the handlers it has.
@@ -218,7 +229,7 @@ impl Worker {
         O: Into<Outcome>,
         E: Into<BoxError>,
     {
-        self.add(kind.into(), false, typed(handler))
+        self.add(kind.into(), Manner::Whole, typed(handler))
     }
 
     /// The same with a handler whose jobs take no slots themselves: their parts do, see [`Work::slots`].
@@ -234,7 +245,7 @@ impl Worker {
         O: Into<Outcome>,
         E: Into<BoxError>,
     {
-        self.add(kind.into(), true, typed(handler))
+        self.add(kind.into(), Manner::InParts, typed(handler))
     }
 
     /// The same, and an attempt at a job of this kind may take so long, unless the job says otherwise.
@@ -253,8 +264,8 @@ impl Worker {
         self
     }
 
-    pub(crate) fn add(mut self, kind: String, in_parts: bool, run: Run) -> Self {
-        self.doing.insert(kind, Doing { run, in_parts, timeout: None });
+    pub(crate) fn add(mut self, kind: String, manner: Manner, run: Run) -> Self {
+        self.doing.insert(kind, Doing { run, manner, timeout: None });
         self
     }
 
@@ -394,6 +405,7 @@ pub struct Work {
     notes: Arc<Notes>,
     room: Arc<Room>,
     attempt: Option<Arc<Attempt>>,
+    limit: Option<Duration>,
 }
 
 impl Work {
@@ -415,6 +427,11 @@ impl Work {
     /// The how manieth attempt it is, from 1.
     pub fn attempt(&self) -> u32 {
         self.given.attempt
+    }
+
+    /// How long this attempt may take, if that is limited.
+    pub fn limit(&self) -> Option<Duration> {
+        self.limit
     }
 
     /// How many slots it takes: what it costs, but no more than there are.
@@ -497,10 +514,7 @@ impl Notes {
 
     /// It could not be told: what was told since is newer.
     fn put_back(&self, old: Note) {
-        let mut note = self.note.lock();
-        note.progress = note.progress.or(old.progress);
-        note.message = note.message.take().or(old.message);
-        note.log = tail(&old.log, &note.log);
+        self.note.lock().add_older(old);
     }
 }
 
@@ -607,8 +621,10 @@ impl Queue for Feed {
         let taken = line.jobs.take(&wanted).await;
         let taken = taken.map_err(|error| failed("taking jobs", error))?;
         let items = taken.jobs.into_iter().map(|given| {
-            let in_parts = line.doing(&given.kind).is_some_and(|doing| doing.in_parts);
+            let doing = line.doing(&given.kind);
+            let in_parts = doing.is_some_and(|doing| doing.manner == Manner::InParts);
             let cost = if in_parts { 0 } else { given.cost.max(1) };
+            let limit = given.timeout.or(doing.and_then(|doing| doing.timeout));
             let (queue, name) = (&line.worker.queue, &line.worker.name);
             let spans = line.worker.spans.as_ref();
             let attempt = spans.and_then(|spans| Attempt::new(spans, &given, queue, name));
@@ -624,6 +640,7 @@ impl Queue for Feed {
                 notes: Arc::clone(&notes),
                 room: Arc::clone(&line.room),
                 attempt: attempt.clone(),
+                limit,
             };
             Handed { claim: Holding { given, notes, attempt }, item: work, cost }
         });
@@ -757,7 +774,7 @@ impl Line {
             let why = format!("this worker has no handler for jobs of the kind {kind:?}");
             return Err(Failure::Error(why));
         };
-        let limit = work.given.timeout.or(doing.timeout);
+        let limit = work.limit.filter(|_| doing.manner != Manner::KeepsTime);
         let running = (doing.run)(work);
         match limit {
             None => running.await,

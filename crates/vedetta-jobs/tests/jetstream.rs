@@ -8,22 +8,23 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use async_nats::jetstream::consumer::{AckPolicy, pull};
 use async_nats::jetstream::{Context, stream};
 use async_trait::async_trait;
 use parking_lot::Mutex;
 use testing::nats::Server;
-use testing::soon;
+use testing::{Proxy, soon};
 use tokio::task::JoinSet;
 use vedetta_core::JobState;
 use vedetta_core::queue::{Kept, Settled, Woken};
 use vedetta_jobs::jetstream::{JetStream, Options};
+use vedetta_jobs::sqlite::SqliteJobs;
 use vedetta_jobs::{
-    BoxError, Claim, Cost, DEFAULT_QUEUE, Ear, Enqueued, Fate, Given, Job, JobId, Jobs, JobsError,
-    Kind, Kinds, Ledger as _, Monitor, NewJob, Note, Outcome, Taken, Wanted, When, Work, Worker,
-    Working,
+    BoxError, Claim, Cost, DEFAULT_QUEUE, Ear, Ended, Enqueued, Fate, Filter, Given, Job, JobId,
+    Jobs, JobsError, Kind, Kinds, Ledger as _, Monitor, NewJob, Note, Outcome, Taken, Wanted, When,
+    Work, Worker, Working,
 };
 
 use crate::suite::{HOUR, World, done, eventually};
@@ -855,8 +856,17 @@ async fn a_monitor_is_told_of_each_step() {
     struct Diary(Mutex<Vec<Job>>);
     #[async_trait::async_trait]
     impl Monitor for Diary {
-        async fn tell(&self, jobs: &[Job]) {
+        async fn tell(&self, jobs: &[Job]) -> Result<Vec<bool>, JobsError> {
             self.0.lock().extend_from_slice(jobs);
+            Ok(vec![true; jobs.len()])
+        }
+
+        async fn ended(
+            &self,
+            _: &str,
+            jobs: &[(JobId, SystemTime)],
+        ) -> Result<Vec<Option<Ended>>, JobsError> {
+            Ok(vec![None; jobs.len()])
         }
     }
     let server = Server::start().await;
@@ -873,7 +883,7 @@ async fn a_monitor_is_told_of_each_step() {
     settle(&jobs, claim, Fate::Done { result }).await;
     eventually("all is told", async || diary.0.lock().len() == 6).await;
     let told = diary.0.lock().clone();
-    assert!(told.iter().all(|job| job.id == claim.id && job.connection == "nats MEDIA"));
+    assert!(told.iter().all(|job| job.id == claim.id && job.connection == "nats MEDIA/transcode"));
     assert!(told.iter().all(|job| job.payload.get() == "7" && job.kind == "film"));
     let steps: Vec<_> = told.iter().map(|job| (job.status, job.attempts)).collect();
     let (waiting, running) = (JobState::Waiting, JobState::Running);
@@ -887,15 +897,493 @@ async fn a_monitor_is_told_of_each_step() {
     assert!(told[5].ended_at.is_some() && jobs.left_out() == 0);
 }
 
+/// The embedded records, and where they are.
+async fn records() -> (tempfile::TempDir, Arc<SqliteJobs>) {
+    let folder = tempfile::tempdir().unwrap();
+    let db = database(folder.path());
+    (folder, Arc::new(SqliteJobs::open(db).await.unwrap()))
+}
+
+fn database(folder: &std::path::Path) -> vedetta_db::Db {
+    let mut options = vedetta_db::Options::new(folder.join("jobs.db"));
+    options.ballast = 0;
+    vedetta_db::Db::open(&options, &[vedetta_jobs::sqlite::SCHEMA]).unwrap()
+}
+
+/// The only record there is.
+async fn record(records: &SqliteJobs) -> Job {
+    let mut page = records.list(&Filter::default(), None, 10).await.unwrap();
+    assert_eq!(page.jobs.len(), 1, "{page:?}");
+    page.jobs.remove(0)
+}
+
+/// Records that fail, before or after they have written down an end.
+struct Failing {
+    records: Arc<SqliteJobs>,
+    /// So many ends fail.
+    left: AtomicU32,
+    writes: bool,
+}
+
+#[async_trait]
+impl Monitor for Failing {
+    async fn tell(&self, jobs: &[Job]) -> Result<Vec<bool>, JobsError> {
+        let less = |left: u32| left.checked_sub(1);
+        if jobs.iter().any(|job| job.status.is_over())
+            && self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less).is_ok()
+        {
+            if self.writes {
+                self.records.tell(jobs).await?;
+            }
+            return Err(JobsError::Unavailable("no answer".into()));
+        }
+        self.records.tell(jobs).await
+    }
+
+    async fn ended(
+        &self,
+        connection: &str,
+        jobs: &[(JobId, SystemTime)],
+    ) -> Result<Vec<Option<Ended>>, JobsError> {
+        self.records.ended(connection, jobs).await
+    }
+}
+
+#[tokio::test]
+async fn an_end_is_recorded_before_it_is_acknowledged_and_told_again_until_it_is() {
+    let server = Server::start().await;
+    let context = stranger(&server).await;
+    for (writes, fate, state) in [
+        (false, done(), JobState::Done),
+        (true, done(), JobState::Done),
+        (false, suite::dead(), JobState::Dead),
+        (true, suite::dead(), JobState::Dead),
+    ] {
+        let (_folder, records) = records().await;
+        let monitor = Failing { records: Arc::clone(&records), left: AtomicU32::new(2), writes };
+        let monitor: Arc<dyn Monitor> = Arc::new(monitor);
+        let jobs = JetStream::open(&server.url(), patient(), Some(monitor)).await.unwrap();
+        jobs.enqueue(&[NewJob::new("film")]).await.unwrap();
+        let claim = comes(&jobs).await.claim;
+        for _ in 0..2 {
+            let settled = jobs.settle(&[(claim, fate.clone())]).await;
+            assert!(matches!(settled, Err(JobsError::Unavailable(_))), "{settled:?}");
+            assert_eq!(count(&context, STREAM).await, 1, "it is not acknowledged yet");
+        }
+        let expected = if state == JobState::Done { Settled::Gone } else { Settled::Parked };
+        assert_eq!(settle(&jobs, claim, fate).await, expected);
+        assert_eq!(count(&context, STREAM).await, 0);
+        assert_eq!(record(&records).await.status, state);
+        jobs.close().await;
+    }
+}
+
+#[tokio::test]
+async fn an_end_that_is_told_again_is_answered_as_it_was_even_if_its_job_is_back_by_then() {
+    let server = Server::start().await;
+    let (_folder, records) = records().await;
+    let monitor = Failing { records, left: AtomicU32::new(1), writes: false };
+    let monitor: Arc<dyn Monitor> = Arc::new(monitor);
+    let jobs = JetStream::open(&server.url(), patient(), Some(monitor)).await.unwrap();
+    jobs.enqueue(&vec![NewJob::new("film"); 2]).await.unwrap();
+    let (one, two) = (comes(&jobs).await.claim, comes(&jobs).await.claim);
+    let after = Duration::from_millis(1);
+    let ended = [(one, done()), (two, Fate::Again { after, error: "not yet".into() })];
+    // The first could not be recorded, so all of it is told again.
+    assert!(jobs.settle(&ended).await.is_err());
+    let back = comes(&jobs).await;
+    assert_eq!((back.claim.id, back.attempt), (two.id, 2));
+    let settled = jobs.settle(&ended).await.unwrap();
+    assert_eq!(settled, [Settled::Gone, Settled::Again(after)]);
+    // Which is not about the next attempt.
+    assert_eq!(settle(&jobs, back.claim, done()).await, Settled::Gone);
+    assert_eq!(settle(&jobs, back.claim, done()).await, Settled::Stale);
+}
+
+#[tokio::test]
+async fn while_the_records_take_nothing_until_a_restart_no_end_is_acknowledged() {
+    let server = Server::start().await;
+    let context = stranger(&server).await;
+    let folder = tempfile::tempdir().unwrap();
+    let db = database(folder.path());
+    let records = Arc::new(SqliteJobs::open(db.clone()).await.unwrap());
+    let monitor: Arc<dyn Monitor> = Arc::clone(&records) as _;
+    let jobs = JetStream::open(&server.url(), patient(), Some(monitor)).await.unwrap();
+    jobs.enqueue(&vec![NewJob::new("film"); 2]).await.unwrap();
+    let (one, two) = (comes(&jobs).await.claim, comes(&jobs).await.claim);
+    tokio::task::spawn_blocking(move || db.close_blocking()).await.unwrap();
+    for ended in [(one, done()), (two, suite::dead())] {
+        let settled = jobs.settle(&[ended]).await;
+        assert!(matches!(settled, Err(JobsError::Unavailable(_))), "{settled:?}");
+    }
+    assert_eq!(count(&context, STREAM).await, 2);
+}
+
+#[tokio::test]
+async fn what_has_ended_in_the_records_is_acknowledged_and_not_run_again() {
+    let server = Server::start().await;
+    let context = stranger(&server).await;
+    let (_folder, records) = records().await;
+    let left = AtomicU32::new(u32::MAX);
+    let monitor: Arc<dyn Monitor> =
+        Arc::new(Failing { records: Arc::clone(&records), left, writes: true });
+    let jobs = JetStream::open(&server.url(), quick(), Some(monitor)).await.unwrap();
+    jobs.enqueue(&[NewJob::new("film")]).await.unwrap();
+    let claim = comes(&jobs).await.claim;
+    // The worker is gone between the record and the acknowledgement.
+    assert!(jobs.settle(&[(claim, done())]).await.is_err());
+    let ended = record(&records).await;
+    assert_eq!(ended.status, JobState::Done);
+    drop(jobs);
+
+    let monitor: Arc<dyn Monitor> = Arc::clone(&records) as _;
+    let jobs = JetStream::open(&server.url(), quick(), Some(monitor)).await.unwrap();
+    eventually("it is gone", async || {
+        assert!(take(&jobs, 1).await.is_empty(), "it was done");
+        count(&context, STREAM).await == 0
+    })
+    .await;
+    let still = record(&records).await;
+    assert_eq!((still.status, still.ended_at), (JobState::Done, ended.ended_at));
+}
+
+#[tokio::test]
+async fn a_number_that_a_stream_gives_again_is_another_job_with_a_record_of_its_own() {
+    let server = Server::start().await;
+    let context = stranger(&server).await;
+    let (_folder, records) = records().await;
+    let anew = async || {
+        // It may not be there yet.
+        let _ = context.delete_stream(STREAM).await;
+        let monitor: Arc<dyn Monitor> = Arc::clone(&records) as _;
+        JetStream::open(&server.url(), patient(), Some(monitor)).await.unwrap()
+    };
+    let numbers = [JobId(1), JobId(2), JobId(3)];
+    let found = async |jobs: &JetStream| {
+        let found = records.records_of(jobs.connection(), &numbers).await.unwrap();
+        found.into_iter().flatten().collect::<Vec<JobId>>()
+    };
+    let shown = async |id: JobId| {
+        let job = records.job(id).await.unwrap().unwrap();
+        (job.status, job.payload.get().to_owned())
+    };
+
+    let jobs = anew().await;
+    jobs.enqueue(&vec![NewJob::new("film"); 3]).await.unwrap();
+    settle(&jobs, comes(&jobs).await.claim, done()).await;
+    comes(&jobs).await;
+    jobs.close().await;
+    let old = found(&jobs).await;
+
+    let jobs = anew().await;
+    let another = NewJob::new("film").payload(&"another").unwrap();
+    let ids: Vec<JobId> =
+        jobs.enqueue(&vec![another; 3]).await.unwrap().iter().map(|job| job.id).collect();
+    assert_eq!(ids, numbers);
+    let new = found(&jobs).await;
+    assert!(new.len() == 3 && new.iter().all(|id| !old.contains(id)), "{old:?} {new:?}");
+    for (id, state) in old.iter().zip([JobState::Done, JobState::Cancelled, JobState::Cancelled]) {
+        assert_eq!(shown(*id).await, (state, "null".into()));
+    }
+    settle(&jobs, comes(&jobs).await.claim, done()).await;
+    jobs.close().await;
+
+    // Nobody tells that somebody else published it.
+    let jobs = anew().await;
+    publish(&context, b"\"theirs\"").await;
+    settle(&jobs, comes(&jobs).await.claim, done()).await;
+    let theirs = found(&jobs).await[0];
+    assert_eq!(shown(theirs).await, (JobState::Done, "\"theirs\"".into()));
+    assert_eq!(shown(new[0]).await, (JobState::Done, "\"another\"".into()));
+    let counts = &records.queues().await.unwrap()[0];
+    assert_eq!((counts.done, counts.cancelled, counts.ready), (3, 2, 2));
+}
+
+#[tokio::test]
+async fn two_durables_of_one_stream_each_do_every_job() {
+    let server = Server::start().await;
+    let context = stranger(&server).await;
+    let kept = stream::Config {
+        name: STREAM.into(),
+        subjects: vec![SUBJECT.into()],
+        ..stream::Config::default()
+    };
+    context.create_stream(kept).await.unwrap();
+    let (_folder, records) = records().await;
+    let monitor: Arc<dyn Monitor> = Arc::clone(&records) as _;
+    let of = |durable: &str| Options { durable: durable.into(), ..patient() };
+    let url = server.url();
+    let thumb = JetStream::open(&url, of("thumb"), Some(Arc::clone(&monitor))).await.unwrap();
+    let archive = JetStream::open(&url, of("archive"), Some(monitor)).await.unwrap();
+    let ids = thumb.enqueue(&vec![NewJob::new("film"); 3]).await.unwrap();
+    for (fate, settled) in [(done(), Settled::Gone), (suite::dead(), Settled::Parked)] {
+        for jobs in [&thumb, &archive] {
+            assert_eq!(settle(jobs, comes(jobs).await.claim, fate.clone()).await, settled);
+        }
+    }
+    assert_eq!(count(&context, "MEDIA_DEAD").await, 2, "one of each");
+    // What is called off at one is the other's to do.
+    let called_off = records.records_of(thumb.connection(), &[ids[2].id]).await.unwrap()[0];
+    let queued_at = thumb.queued_at(ids[2].id).await.unwrap();
+    records.cancel_record(called_off.unwrap(), queued_at).await.unwrap();
+    thumb.remove(ids[2].id).await.unwrap();
+    let last = comes(&archive).await;
+    assert_eq!(last.claim.id, ids[2].id);
+    settle(&archive, last.claim, done()).await;
+    eventually("it is acknowledged, and not run", async || {
+        assert!(take(&thumb, 1).await.is_empty(), "it was called off");
+        let stream = context.get_stream_no_info(STREAM).await.unwrap();
+        stream.consumer_info("thumb").await.unwrap().ack_floor.stream_sequence == 3
+    })
+    .await;
+    let counts = &records.queues().await.unwrap()[0];
+    assert_eq!((counts.done, counts.dead, counts.cancelled), (3, 2, 1));
+}
+
+#[tokio::test]
+async fn a_late_step_does_not_set_an_ended_record_back() {
+    let server = Server::start().await;
+    let (_folder, records) = records().await;
+    let steps = Arc::new(Steps { records: Arc::clone(&records), told: Mutex::default() });
+    let monitor: Arc<dyn Monitor> = Arc::clone(&steps) as _;
+    let jobs = JetStream::open(&server.url(), patient(), Some(monitor)).await.unwrap();
+    jobs.enqueue(&[NewJob::new("film")]).await.unwrap();
+    let claim = comes(&jobs).await.claim;
+    jobs.keep(&[(claim, Note { progress: Some(0.5), ..Note::default() })]).await.unwrap();
+    settle(&jobs, claim, done()).await;
+    let told = steps.told.lock().clone();
+    let end = told.last().unwrap().clone();
+    assert_eq!(end.status, JobState::Done);
+    for late in &told[..told.len() - 1] {
+        assert_eq!(records.tell(std::slice::from_ref(late)).await.unwrap(), [false], "{late:?}");
+        assert_eq!(record(&records).await.status, JobState::Done);
+    }
+    // The same end may be told again, and no other.
+    assert_eq!(records.tell(std::slice::from_ref(&end)).await.unwrap(), [true]);
+    for other in [
+        Job { status: JobState::Dead, ..end.clone() },
+        Job { worker: Some("bert".into()), ..end.clone() },
+    ] {
+        assert_eq!(records.tell(&[other]).await.unwrap(), [false]);
+    }
+    let record = record(&records).await;
+    assert_eq!((record.status, record.worker.as_deref()), (JobState::Done, Some("anna")));
+    assert_eq!(records.queues().await.unwrap()[0].done, 1);
+}
+
+/// Records, and what they were told.
+struct Steps {
+    records: Arc<SqliteJobs>,
+    told: Mutex<Vec<Job>>,
+}
+
+#[async_trait]
+impl Monitor for Steps {
+    async fn tell(&self, jobs: &[Job]) -> Result<Vec<bool>, JobsError> {
+        self.told.lock().extend_from_slice(jobs);
+        self.records.tell(jobs).await
+    }
+
+    async fn ended(
+        &self,
+        connection: &str,
+        jobs: &[(JobId, SystemTime)],
+    ) -> Result<Vec<Option<Ended>>, JobsError> {
+        self.records.ended(connection, jobs).await
+    }
+}
+
+#[tokio::test]
+async fn records_of_what_still_waits_in_a_stream_are_not_removed() {
+    let server = Server::start().await;
+    let (_folder, records) = records().await;
+    let monitor: Arc<dyn Monitor> = Arc::clone(&records) as _;
+    let jobs = JetStream::open(&server.url(), patient(), Some(monitor)).await.unwrap();
+    jobs.enqueue(&vec![NewJob::new("film"); 4]).await.unwrap();
+    let mut given = Vec::new();
+    for _ in 0..3 {
+        given.push(comes(&jobs).await);
+    }
+    settle(&jobs, given[0].claim, done()).await;
+    settle(&jobs, given[1].claim, suite::dead()).await;
+    // By the clock of the records all of it is old.
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    let mut removed = 0;
+    loop {
+        let all = Duration::ZERO;
+        match records.prune_but(all, all, all).await.unwrap() {
+            0 => break,
+            more => removed += more,
+        }
+    }
+    assert_eq!(removed, 2);
+    let left = records.list(&Filter::default(), None, 10).await.unwrap().jobs;
+    let left: Vec<JobState> = left.iter().map(|job| job.status).collect();
+    assert_eq!(left, [JobState::Waiting, JobState::Running]);
+}
+
+#[tokio::test]
+async fn the_record_of_a_streams_job_stays_as_long_as_its_message_may_come_again() {
+    let server = Server::start().await;
+    let (_folder, records) = records().await;
+    let monitor: Arc<dyn Monitor> = Arc::clone(&records) as _;
+    let jobs = JetStream::open(&server.url(), patient(), Some(monitor)).await.unwrap();
+    jobs.enqueue(&[NewJob::new("film")]).await.unwrap();
+    settle(&jobs, comes(&jobs).await.claim, done()).await;
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    assert_eq!(records.prune(Duration::ZERO, Duration::ZERO).await.unwrap(), 0);
+    let deleted = records.delete(record(&records).await.id).await;
+    assert!(matches!(deleted, Err(JobsError::Invalid(_))), "{deleted:?}");
+    assert_eq!(record(&records).await.status, JobState::Done);
+}
+
+#[tokio::test]
+async fn a_dead_letter_that_cannot_be_stored_holds_up_nobody_and_its_job_comes_again() {
+    let server = Server::start().await;
+    let context = stranger(&server).await;
+    let full = stream::Config {
+        name: "MEDIA_DEAD".into(),
+        subjects: vec![quick().dead_subject()],
+        max_bytes: 64,
+        discard: stream::DiscardPolicy::New,
+        ..stream::Config::default()
+    };
+    context.create_stream(full).await.unwrap();
+    let jobs = open(&server, steady()).await;
+    jobs.enqueue(&vec![NewJob::new("film"); 3]).await.unwrap();
+    let mut given = Vec::new();
+    eventually("all three are there", async || {
+        given.extend(take(&jobs, 3).await);
+        given.len() == 3
+    })
+    .await;
+    let ended =
+        [(given[0].claim, done()), (given[1].claim, suite::dead()), (given[2].claim, done())];
+    let settled = jobs.settle(&ended).await.unwrap();
+    assert_eq!(settled, [Settled::Gone, Settled::Stale, Settled::Gone]);
+    let again = comes(&jobs).await;
+    assert_eq!((again.claim.id, again.attempt), (given[1].claim.id, 2));
+    assert_eq!((count(&context, STREAM).await, count(&context, "MEDIA_DEAD").await), (1, 0));
+}
+
+#[tokio::test]
+async fn a_dead_letter_is_stored_once_that_is_recorded_whatever_is_killed_and_for_nothing_else() {
+    let server = Server::start().await;
+    let context = stranger(&server).await;
+    let (_folder, records) = records().await;
+    let left = AtomicU32::new(u32::MAX);
+    let monitor: Arc<dyn Monitor> =
+        Arc::new(Failing { records: Arc::clone(&records), left, writes: true });
+    let jobs = JetStream::open(&server.url(), steady(), Some(monitor)).await.unwrap();
+    jobs.enqueue(&[NewJob::new("film")]).await.unwrap();
+    let claim = comes(&jobs).await.claim;
+    // The worker is gone between the record and the dead letter.
+    assert!(jobs.settle(&[(claim, suite::dead())]).await.is_err());
+    assert_eq!(record(&records).await.status, JobState::Dead);
+    assert_eq!(count(&context, "MEDIA_DEAD").await, 0);
+    drop(jobs);
+    let monitor: Arc<dyn Monitor> = Arc::clone(&records) as _;
+    let jobs = JetStream::open(&server.url(), steady(), Some(monitor)).await.unwrap();
+    eventually("it is gone", async || {
+        assert!(take(&jobs, 1).await.is_empty(), "it is dead");
+        count(&context, STREAM).await == 0
+    })
+    .await;
+    let (headers, _) = dead_letter(&context, 1).await;
+    let error = record(&records).await.error;
+    assert_eq!(headers.get("Vedetta-Dead-Error"), error.as_ref());
+
+    let number = jobs.enqueue(&[NewJob::new("film")]).await.unwrap()[0].id;
+    let claim = comes(&jobs).await.claim;
+    // It is called off while it fails.
+    let id = records.records_of(jobs.connection(), &[number]).await.unwrap()[0].unwrap();
+    let queued_at = jobs.queued_at(number).await.unwrap();
+    records.cancel_record(id, queued_at).await.unwrap();
+    assert_eq!(settle(&jobs, claim, suite::dead()).await, Settled::Stale);
+    assert_eq!((count(&context, STREAM).await, count(&context, "MEDIA_DEAD").await), (0, 1));
+}
+
+#[tokio::test]
+async fn an_end_that_is_the_last_of_many_and_too_late_leaves_the_others_confirmed() {
+    let server = Server::start().await;
+    let context = stranger(&server).await;
+    let jobs = open(&server, steady()).await;
+    jobs.enqueue(&vec![NewJob::new("film"); 4]).await.unwrap();
+    let first = comes(&jobs).await.claim;
+    let second = comes(&jobs).await.claim;
+    let late = comes(&jobs).await.claim;
+    let began = tokio::time::Instant::now();
+    while began.elapsed() < steady().ack_wait + Duration::from_millis(50) {
+        let kept = [(first, Note::default()), (second, Note::default())];
+        assert_eq!(jobs.keep(&kept).await.unwrap(), [Kept::Ours; 2]);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    let settled = jobs.settle(&[(first, done()), (second, done()), (late, done())]).await.unwrap();
+    assert_eq!(settled, [Settled::Gone, Settled::Gone, Settled::Stale]);
+    // They are gone by then, and not only soon.
+    assert_eq!(count(&context, STREAM).await, 2);
+}
+
+#[tokio::test]
+async fn a_paused_stream_hands_nothing_out_here_until_it_is_resumed() {
+    let server = Server::start().await;
+    let (jobs, begun) = (Arc::new(open(&server, steady()).await), Arc::default());
+    let others = open(&server, steady()).await;
+    let working = start(worker(2, Duration::ZERO, &begun), &jobs);
+    jobs.pause(true).await;
+    jobs.enqueue(&[NewJob::new("film")]).await.unwrap();
+    // Somebody else has it, and gives it back.
+    let given = comes(&others).await;
+    settle(&others, given.claim, Fate::Released).await;
+    assert!(take(&jobs, 1).await.is_empty());
+    assert_eq!(begun.load(Ordering::Relaxed), 0);
+    jobs.pause(false).await;
+    eventually("it is done", async || working.status().flow.done == 1).await;
+}
+
+#[tokio::test]
+async fn a_job_that_is_removed_from_its_stream_is_no_longer_its_workers() {
+    let server = Server::start().await;
+    let context = stranger(&server).await;
+    let (jobs, begun) = (Arc::new(open(&server, patient()).await), Arc::default());
+    let lease = patient().ack_wait;
+    let worker = worker(1, HOUR, &begun).lease(lease).heartbeat(patient().heartbeat);
+    let working = start(worker, &jobs);
+    let ids = jobs.enqueue(&vec![NewJob::new("film"); 2]).await.unwrap();
+    eventually("one runs", async || begun.load(Ordering::Relaxed) == 1).await;
+    jobs.remove(ids[1].id).await.unwrap();
+    assert_eq!(count(&context, STREAM).await, 1);
+    assert!(jobs.queued_at(ids[1].id).await.unwrap().is_none());
+    assert!(jobs.queued_at(ids[0].id).await.unwrap().is_some());
+    jobs.remove(ids[0].id).await.unwrap();
+    eventually("nothing runs", async || working.status().running == 0).await;
+    eventually("nothing is left", async || count(&context, STREAM).await == 0).await;
+    assert_eq!((begun.load(Ordering::Relaxed), working.status().flow.stale), (1, 1));
+}
+
+#[tokio::test]
+async fn two_workers_of_one_durable_use_both_their_slots() {
+    let server = Server::start().await;
+    let context = stranger(&server).await;
+    // Each says what all of them can run.
+    let of = || Options { max_ack_pending: some(4), fetch_batch: some(2), ..steady() };
+    let (one, two) = (Arc::new(open(&server, of()).await), Arc::new(open(&server, of()).await));
+    let begun = Arc::default();
+    let working = [start(worker(2, HOUR, &begun), &one), start(worker(2, HOUR, &begun), &two)];
+    one.enqueue(&vec![NewJob::new("film"); 6]).await.unwrap();
+    eventually("all slots are in use", async || {
+        working.iter().all(|working| working.status().running == 2)
+    })
+    .await;
+    assert_eq!(begun.load(Ordering::Relaxed), 4);
+    assert_eq!(consumer(&context).await.num_ack_pending, 4);
+}
+
 #[tokio::test]
 async fn every_job_of_many_is_ended_in_the_records_once() {
     const MANY: usize = 5_000;
     let server = Server::start().await;
-    let folder = tempfile::tempdir().unwrap();
-    let mut options = vedetta_db::Options::new(folder.path().join("jobs.db"));
-    options.ballast = 0;
-    let db = vedetta_db::Db::open(&options, &[vedetta_jobs::sqlite::SCHEMA]).unwrap();
-    let records = Arc::new(vedetta_jobs::sqlite::SqliteJobs::open(db).await.unwrap());
+    let (_folder, records) = records().await;
     let monitor: Arc<dyn Monitor> = Arc::clone(&records) as _;
     let jobs = Arc::new(JetStream::open(&server.url(), steady(), Some(monitor)).await.unwrap());
     let worker = Worker::new(DEFAULT_QUEUE).capacity(some(64)).lease(steady().ack_wait);
@@ -923,4 +1411,177 @@ async fn every_job_of_many_is_ended_in_the_records_once() {
     jobs.close().await;
     let queues = records.queues().await.unwrap();
     assert!(queues.iter().all(|queue| queue.ready + queue.running + queue.scheduled == 0));
+}
+
+// --- what a server forgets ------------------------------------------------------------------------
+
+/// Its workers have time, and soon look for what it has forgotten.
+fn forgetful() -> Options {
+    Options { ack_wait: HOUR, ..steady() }
+}
+
+/// A copy of a folder of files.
+fn copy(from: &std::path::Path, to: &std::path::Path) {
+    if to.exists() {
+        std::fs::remove_dir_all(to).unwrap();
+    }
+    std::fs::create_dir_all(to).unwrap();
+    for file in std::fs::read_dir(from).unwrap() {
+        let file = file.unwrap();
+        let (from, to) = (file.path(), to.join(file.file_name()));
+        if from.is_dir() {
+            copy(&from, &to);
+        } else {
+            std::fs::copy(from, to).unwrap();
+        }
+    }
+}
+
+/// Starts a server again with a part of a stream as it is, and another as it was in the meantime.
+async fn forget(server: &mut Server, part: &str, ends: impl AsyncFnOnce()) {
+    let (part, before) = (server.store(STREAM).join(part), tempfile::tempdir().unwrap());
+    server.stop();
+    copy(&part, before.path());
+    server.start_again().await;
+    ends().await;
+    server.stop();
+    copy(before.path(), &part);
+    server.start_again().await;
+}
+
+/// Tells ends until they are stored: there may be no connection yet.
+async fn settle_all(jobs: &JetStream, ended: &[(Claim, Fate)]) {
+    let mut settled = Err(JobsError::Unavailable("not tried yet".into()));
+    eventually("they are settled", async || {
+        settled = jobs.settle(ended).await;
+        settled.is_ok()
+    })
+    .await;
+    let is_over = |settled: &Settled| matches!(settled, Settled::Gone | Settled::Parked);
+    assert!(settled.iter().flatten().all(is_over), "{settled:?}");
+}
+
+#[tokio::test]
+async fn what_a_killed_server_awaits_and_has_no_more_takes_no_room_from_others() {
+    let mut server = Server::start().await;
+    let options = Options { max_ack_pending: some(3), ..forgetful() };
+    let jobs = open(&server, options.clone()).await;
+    jobs.enqueue(&vec![NewJob::new("film"); 5]).await.unwrap();
+    let mut taken = take(&jobs, 3).await;
+    assert_eq!(taken.len(), 3);
+    let (_long, ended) = (taken.remove(0), taken);
+    let ended: Vec<_> = ended.iter().map(|given| (given.claim, done())).collect();
+    // It removed two from the stream, and has forgotten that it need not wait for them.
+    forget(&mut server, "obs", async || {
+        settle_all(&jobs, &ended).await;
+        jobs.close().await;
+    })
+    .await;
+    let context = stranger(&server).await;
+    assert_eq!(consumer(&context).await.num_ack_pending, 3);
+    assert_eq!(count(&context, STREAM).await, 3);
+    let jobs = open(&server, options).await;
+    assert_eq!(comes(&jobs).await.claim.id, JobId(4));
+    assert_eq!(comes(&jobs).await.claim.id, JobId(5));
+    assert_eq!(consumer(&context).await.num_ack_pending, 3);
+}
+
+#[tokio::test]
+async fn what_a_killed_server_has_again_and_has_ended_is_removed_and_nothing_else() {
+    for is_recorded in [true, false] {
+        let mut server = Server::start().await;
+        let (_folder, records) = records().await;
+        let monitor = is_recorded.then_some(records as Arc<dyn Monitor>);
+        let jobs = JetStream::open(&server.url(), forgetful(), monitor).await.unwrap();
+        jobs.enqueue(&vec![NewJob::new("film"); 5]).await.unwrap();
+        let taken = take(&jobs, 4).await;
+        let ended = [(taken[1].claim, done()), (taken[2].claim, suite::dead())];
+        // It has forgotten that it removed them, and not that they are no longer waited for.
+        forget(&mut server, "msgs", async || settle_all(&jobs, &ended).await).await;
+        let context = stranger(&server).await;
+        eventually("those that have ended are gone", async || count(&context, STREAM).await == 3)
+            .await;
+        let stream = context.get_stream(STREAM).await.unwrap();
+        for sequence in [1, 4, 5] {
+            stream.get_raw_message(sequence).await.unwrap();
+        }
+        assert_eq!(count(&context, "MEDIA_DEAD").await, 1);
+    }
+}
+
+#[tokio::test]
+async fn what_a_killed_server_delivers_again_to_who_has_it_goes_on_and_begins_once() {
+    let mut server = Server::start().await;
+    let jobs = open(&server, patient()).await;
+    let film = NewJob { cost: 5, ..NewJob::new("film") };
+    jobs.enqueue(&[film.clone(), film]).await.unwrap();
+    // Both are pulled, and there is room for one. The server forgets that it has delivered them.
+    let mut taken: Vec<Given> = Vec::new();
+    forget(&mut server, "obs", async || {
+        eventually("one is taken", async || {
+            taken.extend(jobs.take(&wanted(2)).await.into_iter().flat_map(|taken| taken.jobs));
+            !taken.is_empty()
+        })
+        .await;
+    })
+    .await;
+    let context = stranger(&server).await;
+    assert_eq!(consumer(&context).await.delivered.consumer_sequence, 0);
+    eventually("both are delivered again", async || {
+        taken.extend(jobs.take(&wanted(10)).await.into_iter().flat_map(|taken| taken.jobs));
+        consumer(&context).await.delivered.consumer_sequence == 2
+    })
+    .await;
+    taken.extend(take(&jobs, 10).await);
+    let ids: Vec<u64> = taken.iter().map(|given| given.claim.id.0).collect();
+    assert_eq!(ids, [1, 2]);
+    let held: Vec<_> = taken.iter().map(|given| (given.claim, Note::default())).collect();
+    assert_eq!(jobs.keep(&held).await.unwrap(), [Kept::Ours; 2]);
+    let ended: Vec<_> = taken.iter().map(|given| (given.claim, done())).collect();
+    assert_eq!(jobs.settle(&ended).await.unwrap(), [Settled::Gone; 2]);
+    assert!(take(&jobs, 10).await.is_empty());
+    assert_eq!(count(&context, STREAM).await, 0);
+}
+
+#[tokio::test]
+async fn a_worker_that_is_too_slow_for_its_server_gets_what_was_dropped_again_and_runs_nothing_twice()
+ {
+    const FILMS: u32 = 64;
+    let server = Server::start_with("write_deadline: \"300ms\"").await;
+    let link = Proxy::to(server.address()).await;
+    let options = Options { ack_wait: Duration::from_secs(4), fetch_batch: some(FILMS), ..quick() };
+    let url = format!("nats://{}", link.address());
+    let jobs = Arc::new(JetStream::open(&url, options.clone(), None).await.unwrap());
+    let begun: Arc<Mutex<Vec<JobId>>> = Arc::default();
+    let notes = Arc::clone(&begun);
+    let worker = Worker::new(DEFAULT_QUEUE).capacity(some(FILMS + 1));
+    let worker = worker.lease(options.ack_wait).heartbeat(options.heartbeat);
+    let worker = worker.handler("film", move |work: Work, film: String| {
+        notes.lock().push(work.id());
+        let time = if film.is_empty() { options.ack_wait * 2 } else { Duration::ZERO };
+        async move {
+            tokio::time::sleep(time).await;
+            Ok::<_, BoxError>(())
+        }
+    });
+    let working = start(worker, &jobs);
+    let others = open(&server, options).await;
+    let film = |film: &str| NewJob::new("film").payload(&film).unwrap();
+    others.enqueue(&[film("")]).await.unwrap();
+    eventually("the first runs", async || begun.lock().len() == 1).await;
+
+    // They are pulled together. A little of it comes, and the server has to keep the rest of many megabytes.
+    jobs.pause(true).await;
+    others.enqueue(&vec![film(&"x".repeat(256 << 10)); FILMS as usize]).await.unwrap();
+    link.allow(1 << 20);
+    jobs.pause(false).await;
+    eventually("the server gives it up", async || server.log().contains("Slow Consumer")).await;
+    link.mend();
+    eventually("all are done", async || working.status().flow.done == u64::from(FILMS) + 1).await;
+    let delivered = consumer(&stranger(&server).await).await.delivered.consumer_sequence;
+    assert!(delivered > u64::from(FILMS) + 1, "nothing was dropped: {delivered}");
+    let mut once = begun.lock().clone();
+    once.sort_unstable();
+    assert!(once.is_sorted_by(|a, b| a < b), "{once:?}");
+    assert_eq!(working.stop(Duration::ZERO).await, 0);
 }

@@ -74,6 +74,31 @@ async fn a_job_that_somebody_has_locked_holds_up_no_lease_and_is_still_held() {
 }
 
 #[tokio::test]
+async fn what_is_told_of_a_job_that_somebody_has_locked_holds_up_no_lease_and_is_noted_later() {
+    let server = Server::start().await;
+    let jobs = jobs(&server, 4).await;
+    let ids = jobs.enqueue(&vec![NewJob::new("pack"); 2]).await.unwrap();
+    let claims: Vec<Claim> = take(&jobs, 2).await.iter().map(|given| given.claim).collect();
+    let says = |line: &str| Note { log: format!("{line}\n"), ..Note::default() };
+    let mut client = jobs.db().client().await.unwrap();
+    let theirs = client.transaction().await.unwrap();
+    theirs.execute("SELECT FROM vedetta_job FOR UPDATE", &[]).await.unwrap();
+    let began = std::time::Instant::now();
+    let first = Note { progress: Some(0.5), ..says("one") };
+    let held = [(claims[0], first), (claims[1], says("one"))];
+    assert_eq!(jobs.keep(&held).await.unwrap(), [Kept::Ours; 2]);
+    assert!(began.elapsed() < Duration::from_millis(900), "{:?}", began.elapsed());
+    theirs.rollback().await.unwrap();
+    jobs.keep(&[(claims[0], says("two"))]).await.unwrap();
+    jobs.settle(&[(claims[0], done()), (claims[1], done())]).await.unwrap();
+    for (id, log, progress) in [(ids[0].id, "one\ntwo\n", 0.5), (ids[1].id, "one\n", 0.0)] {
+        let job = jobs.job(id).await.unwrap().unwrap();
+        assert_eq!(job.log, log);
+        assert!(job.progress >= progress, "{}", job.progress);
+    }
+}
+
+#[tokio::test]
 async fn what_is_said_of_a_job_that_was_done_in_a_transaction_changes_nothing_and_tells_so() {
     let server = Server::start().await;
     let jobs = jobs(&server, 4).await;

@@ -171,3 +171,25 @@ async fn a_job_is_done_with_what_it_did_in_a_transaction_or_not_at_all() {
     assert_eq!(world.state(id).await, Waiting);
     assert!(world.take(ALL).await.is_empty());
 }
+
+#[tokio::test]
+async fn who_is_woken_for_what_somebody_else_asked_for_finds_it_however_slow_its_insert_is() {
+    let world = Pg::new().await;
+    let neighbour = world.neighbour().await;
+    let slow = "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS
+                    $$ BEGIN PERFORM pg_sleep(0.3); RETURN NULL; END $$;
+                CREATE TRIGGER slow BEFORE INSERT ON vedetta_job
+                    FOR EACH STATEMENT EXECUTE FUNCTION slow()";
+    world.client().await.batch_execute(slow).await.unwrap();
+    // One alone, and one with a key: they go different ways.
+    for job in [NewJob::new("pack"), NewJob::new("pack").unique("order-7")] {
+        let ear = neighbour.falls_silent().await;
+        let woken = async {
+            neighbour.wakes(&ear, Woken::More).await;
+            neighbour.take_one().await.claim
+        };
+        let (id, claim) = tokio::join!(world.add(job), woken);
+        assert_eq!(claim.id, id);
+        neighbour.finish(claim).await;
+    }
+}

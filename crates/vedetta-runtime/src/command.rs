@@ -8,12 +8,15 @@
 //!                       was dropped, or this process ended
 //! ```
 //!
-//! What a command that ended by itself leaves in the background goes on as long as this process does; on
-//! Linux a guard ends it then, together with all that runs, whatever group or session it is in. Elsewhere,
-//! what runs when this process is killed goes on. Neither the arguments nor the input nor the output are
+//! On Linux "all of it" is what has the run's mark in its environment, too, whatever group or session it is in.
+//! What a command that ended by itself leaves in the background goes on as long as this process does; then a
+//! guard ends it, together with all that runs. Elsewhere, what left the group goes on, and what runs when this
+//! process is killed. Neither the arguments nor the input nor the output are
 //! ever logged here: they may hold secrets.
 
 mod guard;
+#[cfg(target_os = "linux")]
+mod hunt;
 mod output;
 
 use std::ffi::{OsStr, OsString};
@@ -28,6 +31,7 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::process::Child;
 use tokio::time::timeout;
 
+use guard::{Gone, Mark};
 pub use output::Watch;
 use output::{Stderr, Stdout};
 
@@ -75,7 +79,7 @@ pub enum CommandError {
         /// The last it wrote to stderr.
         stderr: String,
     },
-    /// Its time was up; nothing of it is left.
+    /// Its time was up; nothing of it is left, but for what had not ended a second after it was killed.
     #[error("it took longer than {limit:?} and was killed{}", after_colon(.stderr))]
     Timeout {
         /// How long it had.
@@ -133,6 +137,13 @@ impl Command {
         self
     }
 
+    /// Lets it take so long at most, and no longer than it might.
+    #[must_use]
+    pub fn limit(mut self, limit: Duration) -> Self {
+        self.limit = self.limit.min(limit);
+        self
+    }
+
     /// Runs it to its end, with `input` on stdin; what it prints to stdout is dropped.
     ///
     /// Cancel safety: a dropped future kills the command and all that it started.
@@ -177,7 +188,8 @@ impl Command {
         watch: Option<&dyn Watch>,
         stop: Option<impl Future<Output = &'a [Duration]> + Send>,
     ) -> Result<Option<Box<RawValue>>, CommandError> {
-        let guarded = guard::ids().map_err(CommandError::Guard)?;
+        let mark = Mark::new();
+        let guarded = guard::ids(&mark).map_err(CommandError::Guard)?;
         let child = tokio::process::Command::new(&self.program)
             .args(&self.arguments)
             .envs(self.variables.iter().map(|(name, value)| (name, value)))
@@ -189,11 +201,11 @@ impl Command {
             .kill_on_drop(true) // after the group, which has no other way to be waited for
             .spawn()
             .map_err(|error| CommandError::Start(self.program.clone(), error))?;
-        let mut group = Group(child);
+        let mut group = Group(child, mark);
         let stdin = group.0.stdin.take();
         let pipes = (group.0.stdout.take(), group.0.stderr.take());
         let (mut stdout, mut stderr) = (Stdout::new(watch), Stderr::new(watch));
-        let (pid, mut is_asked) = (group.pid(), false);
+        let (pid, mut is_asked, mut is_killed) = (group.pid(), false, false);
         let ended = {
             let feed = async move {
                 if let Some(mut stdin) = stdin {
@@ -214,6 +226,7 @@ impl Command {
                     signal(pid, Signal::TERM);
                     tokio::time::sleep(*wait).await;
                 }
+                is_killed = true;
                 signal(pid, Signal::KILL);
                 pending::<()>().await;
             };
@@ -232,8 +245,11 @@ impl Command {
             };
             let ended = timeout(self.limit, whole).await;
             if ended.is_err() {
-                group.kill();
+                let gone = group.kill();
                 group.0.wait().await.map_err(CommandError::Wait)?;
+                if let Some(gone) = gone {
+                    gone.wait().await;
+                }
             }
             let is_done = matches!(&ended, Ok(Ok(status)) if status.success());
             if !is_read && (watch.is_some() || !is_done) {
@@ -241,6 +257,9 @@ impl Command {
             }
             ended
         };
+        if is_killed {
+            group.1.kill().wait().await;
+        }
         let (result, stderr) = (stdout.end(), stderr.end());
         match ended {
             Ok(Ok(status)) if status.success() || is_asked => Ok(result),
@@ -253,15 +272,18 @@ impl Command {
 
 /// A command and all it started, as long as it has not been waited for: until then its number is not
 /// given to another.
-struct Group(Child);
+struct Group(Child, Mark);
 
 impl Group {
     fn pid(&self) -> Option<Pid> {
         self.0.id().and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw)
     }
 
-    fn kill(&self) {
-        signal(self.pid(), Signal::KILL);
+    /// Nothing if it has been waited for.
+    fn kill(&self) -> Option<Gone> {
+        let pid = self.pid()?;
+        signal(Some(pid), Signal::KILL);
+        Some(self.1.kill())
     }
 }
 
@@ -275,7 +297,8 @@ fn signal(pid: Option<Pid>, signal: Signal) {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        self.kill();
+        // Nobody can wait for it here.
+        let _ = self.kill();
     }
 }
 
@@ -341,6 +364,30 @@ mod tests {
         assert_eq!(error, "it took longer than 3s and was killed: stuck");
         let pid = std::fs::read_to_string(pid).unwrap();
         until("end of the child", || !alive(&pid)).await;
+    }
+
+    #[cfg(target_os = "linux")]
+    #[tokio::test]
+    async fn when_it_is_said_to_be_killed_nothing_of_it_is_left_in_any_session() {
+        let many = "for n in 1 2 3 4 5 6 7 8; do setsid sleep 600 & echo $! >&2; done; wait";
+        let left = |told: &Told| {
+            let pids = told.log.lock().clone();
+            assert_eq!(pids.len(), 8);
+            pids.into_iter().filter(|pid| alive(pid)).count()
+        };
+        let told = Told::default();
+        let command = Command::new("sh", ["-c", many], Duration::from_secs(2));
+        let killed = command.run_watched(b"", &told).await.unwrap_err();
+        assert!(matches!(killed, CommandError::Timeout { .. }), "{killed}");
+        assert_eq!(left(&told), 0);
+
+        let told = Told::default();
+        let stop = async {
+            until("start", || told.log.lock().len() == 8).await;
+            &[] as &[Duration]
+        };
+        shell(many).run_until(b"", &told, stop).await.unwrap();
+        assert_eq!(left(&told), 0);
     }
 
     #[tokio::test]

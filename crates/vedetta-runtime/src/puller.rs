@@ -682,7 +682,8 @@ where
         let mut status = self.status.lock();
         status.running = self.runner.running();
         status.waiting = self.runner.waiting();
-        status.paused = self.paused;
+        // What a take brings that is under way still runs.
+        status.paused = self.paused && self.taking.is_none();
         status.flow = self.flow;
         if status.trouble != self.trouble {
             status.trouble.clone_from(&self.trouble);

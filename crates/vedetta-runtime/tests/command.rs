@@ -13,11 +13,13 @@ use std::process::{Child, Command as Process, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, getpgid, kill_process, kill_process_group};
-use vedetta_runtime::{Command, CommandError};
+use vedetta_runtime::{Command, CommandError, Watch};
 
 const ROLE: &str = "VEDETTA_TEST_ROLE";
 const GUARD: &str = "VEDETTA_GUARD";
 const LONG: Duration = Duration::from_secs(600);
+/// What is asked to end has so long.
+const WAITS: &[Duration] = &[Duration::from_millis(50)];
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// One sleeps in the command's group, one in a session of its own, and one has no environment: it is known
@@ -34,6 +36,31 @@ async fn another_process() {
             shell("sleep 600 & setsid sleep 600 & exit 0", LONG).run(b"").await.unwrap();
         }
         Ok("runs") => drop(shell(FAMILY, LONG).run(b"").await),
+        Ok("calls off") => {
+            let told =
+                tokio::task::spawn_blocking(|| std::io::stdin().read_line(&mut String::new()));
+            let command = shell(FAMILY, LONG);
+            tokio::select! {
+                ended = command.run(b"") => panic!("{ended:?}"),
+                told = told => drop(told.unwrap()),
+            }
+            tokio::time::sleep(LONG).await;
+        }
+        Ok("runs for five seconds") => {
+            let ended = shell(FAMILY, Duration::from_secs(5)).run(b"").await;
+            assert!(matches!(ended, Err(CommandError::Timeout { .. })), "{ended:?}");
+            tokio::time::sleep(LONG).await;
+        }
+        Ok("asks and kills") => {
+            let deaf = format!("trap '' TERM; {FAMILY}");
+            let told = async {
+                let line = || std::io::stdin().read_line(&mut String::new());
+                tokio::task::spawn_blocking(line).await.unwrap().unwrap();
+                WAITS
+            };
+            shell(&deaf, LONG).run_until(b"", &Deaf, told).await.unwrap();
+            tokio::time::sleep(LONG).await;
+        }
         Ok("starts and starts") => {
             for _ in 0..8 {
                 tokio::spawn(async {
@@ -69,6 +96,15 @@ async fn another_process() {
         Ok(role) => panic!("what is {role:?}?"),
         Err(_) => {}
     }
+}
+
+/// Who is told nothing.
+struct Deaf;
+
+impl Watch for Deaf {
+    fn progress(&self, _: f64, _: Option<&str>) {}
+    fn log(&self, _: &str) {}
+    fn line(&self, _: &str) {}
 }
 
 fn shell(script: &str, limit: Duration) -> Command {
@@ -145,6 +181,14 @@ impl Other {
         self.until(1, "sh -c sleep 600; :");
     }
 
+    /// Waits until nothing of [`FAMILY`] is left, while the process goes on.
+    fn family_is_gone(&mut self) {
+        self.until(0, "sleep 600");
+        std::thread::sleep(Duration::from_millis(20)); // and one that was just being started
+        self.until(0, "sleep 600");
+        assert!(self.process.try_wait().unwrap().is_none(), "it goes on");
+    }
+
     /// Waits until nothing of it is left.
     fn is_gone(&self) {
         self.until(0, "");
@@ -175,6 +219,16 @@ fn a_process_that_is_killed_leaves_nothing_running() {
     other.process.kill().unwrap();
     other.process.wait().unwrap();
     other.is_gone();
+}
+
+#[test]
+fn a_command_that_is_called_off_takes_too_long_or_does_not_heed_leaves_nothing_running() {
+    for role in ["calls off", "runs for five seconds", "asks and kills"] {
+        let mut other = Other::start(role);
+        other.until_running();
+        other.process.stdin.as_mut().unwrap().write_all(b"\n").unwrap();
+        other.family_is_gone();
+    }
 }
 
 #[test]

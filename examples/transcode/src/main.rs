@@ -63,7 +63,7 @@ enum Command {
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
     tracing_subscriber::fmt().with_writer(std::io::stderr).init();
-    let Args { place, command } = Args::parse();
+    let Args { mut place, command } = Args::parse();
     let tools = Tools::default();
     match command {
         Command::Sample { folder, seconds } => {
@@ -90,6 +90,7 @@ async fn main() -> anyhow::Result<()> {
             queue.close().await?;
         }
         Command::Work { capacity } => {
+            place.max_ack_pending = place.max_ack_pending.or(capacity);
             let queue = Queue::open(&place).await?;
             let working = queue.worker(tools, capacity).start(queue.jobs())?;
             println!("ready, {} slots", working.slots().1);

@@ -19,9 +19,6 @@ use crate::media::Tools;
 /// What the queue is called.
 const NAME: &str = "transcode";
 
-/// Messages that all workers of a stream together may hold. Each holds no more than it has slots.
-const PENDING: NonZeroU32 = NonZeroU32::MIN.saturating_add(255);
-
 /// Which queue.
 #[derive(Debug, Clone, Args)]
 pub struct Place {
@@ -40,6 +37,9 @@ pub struct Place {
     /// The consumer that all workers of it share; made if there is none
     #[arg(long, global = true, default_value = "transcode-worker")]
     pub durable: String,
+    /// How many jobs all workers of the consumer can hold together [default: the slots of this one]
+    #[arg(long, global = true)]
+    pub max_ack_pending: Option<NonZeroU32>,
     /// A worker that is not heard of for so long loses its jobs [default: 30s, on a JetStream 5m]
     #[arg(long, global = true, value_parser = humantime::parse_duration)]
     pub lease: Option<Duration>,
@@ -130,7 +130,8 @@ impl Queue {
 
 impl Place {
     fn stream_options(&self) -> jetstream::Options {
-        let usual = jetstream::Options::new(&self.stream, &self.subject, &self.durable, PENDING);
+        let most = self.max_ack_pending.unwrap_or_else(Worker::width);
+        let usual = jetstream::Options::new(&self.stream, &self.subject, &self.durable, most);
         let mut options =
             jetstream::Options { queue: NAME.into(), default_kind: Some(KIND.into()), ..usual };
         if let Some(lease) = self.lease {

@@ -286,6 +286,7 @@ fn place(stage: &Stage, queue: String) -> Place {
         stream: "BBMOVIE".into(),
         subject: "minio.events".into(),
         durable: "transcode-worker".into(),
+        max_ack_pending: None,
         lease: None,
     }
 }

@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::Read as _;
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -25,11 +25,12 @@ use vedetta_jobs::postgres::PostgresJobs;
 use vedetta_jobs::remote::RemoteJobs;
 use vedetta_jobs::sqlite::SqliteJobs;
 use vedetta_jobs::{
-    BoxError, Claim, DEFAULT_QUEUE, Ear, Enqueued, Fate, Jobs, JobsError, NewJob, Note, Outcome,
-    Taken, Wanted, Work, Worker,
+    BoxError, Claim, DEFAULT_QUEUE, Ear, Enqueued, Fate, Jobs, JobsError, Monitor, NewJob, Note,
+    Outcome, Taken, Wanted, Work, Worker,
 };
 
 use super::log::{Answer, Ending, Log, Said, now};
+use super::records::Line;
 use super::{Backend, Kind, Lie, log};
 
 /// Waits between tries of a job.
@@ -57,6 +58,9 @@ pub struct WorkerProcess {
     pub(super) lease: humantime::Duration,
     #[arg(long)]
     pub(super) lie: Option<Lie>,
+    /// Where a stream's jobs are recorded.
+    #[arg(long)]
+    pub(super) records: Option<SocketAddr>,
 }
 
 /// What a handler is told.
@@ -76,13 +80,26 @@ pub(super) fn stream_options(lease: Duration) -> Options {
     options
 }
 
+/// For how long a message of a stream may have been with its worker before it is taken, so that what befell the
+/// worker then may be why it is delivered again. What waits for a process that was frozen, or behind a link that was
+/// silent, is read when that is over: within the longest stall that is not noted, else it is noted. Then it is given
+/// back unless it is taken within a heartbeat.
+pub(super) fn ahead(lease: Duration) -> Duration {
+    longest_stall(lease) + stream_options(lease).heartbeat
+}
+
+/// What a process may be kept from running without saying so.
+fn longest_stall(lease: Duration) -> Duration {
+    lease / 6
+}
+
 impl WorkerProcess {
     /// Runs it.
     pub async fn run(self) -> anyhow::Result<()> {
         let log = Log::open(&log::path(&self.folder, self.number)).context("opening the log")?;
         let log = Arc::new(log);
         let stopped = parent_gone();
-        tokio::spawn(watch_the_clock(Arc::clone(&log), *self.lease / 6));
+        tokio::spawn(watch_the_clock(Arc::clone(&log), longest_stall(*self.lease)));
         let (mut postgres, mut stream) = (None, None);
         let jobs: Arc<dyn Jobs> = match self.on {
             Backend::Sqlite => Arc::new(RemoteJobs::new(&self.url, None)?),
@@ -94,8 +111,11 @@ impl WorkerProcess {
             }
             Backend::Nats => {
                 let options = stream_options(*self.lease);
-                let opened =
-                    until_it_works(|| JetStream::open(&self.url, options.clone(), None)).await;
+                let records = self.records.context("a stream needs somebody who records")?;
+                let records: Arc<dyn Monitor> = Arc::new(Line::to(records));
+                let open =
+                    || JetStream::open(&self.url, options.clone(), Some(Arc::clone(&records)));
+                let opened = until_it_works(open).await;
                 let jobs = Arc::new(opened);
                 stream = Some(Arc::clone(&jobs));
                 jobs

@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
@@ -18,9 +19,13 @@ use vedetta_jobs::jetstream::{JetStream, Options};
 use vedetta_jobs::postgres::PostgresJobs;
 use vedetta_jobs::remote::RemoteJobs;
 use vedetta_jobs::sqlite::SqliteJobs;
-use vedetta_jobs::{Change, Enqueued, Filter, JobId, Jobs as _, JobsError, Ledger, NewJob};
+use vedetta_jobs::{
+    Change, Enqueued, Filter, JobId, Jobs as _, JobsError, Ledger, Monitor, NewJob,
+};
 
+use super::Setup;
 use super::child::{Task, open_db, stream_options};
+use super::records::Records;
 use super::world::Server;
 
 /// A job, as the backend has it in the end.
@@ -35,7 +40,7 @@ pub(super) struct Record {
 /// All that the backend has in the end.
 #[derive(Debug, Default)]
 pub(super) struct Left {
-    /// Of a database: all jobs.
+    /// All jobs; of a stream, as they were recorded.
     pub records: Option<Vec<Record>>,
     /// Of a stream: the numbers of its messages that are still there.
     pub undone: Vec<u64>,
@@ -48,7 +53,7 @@ pub(super) struct Left {
 pub(super) enum Desk {
     Sqlite { jobs: RemoteJobs, link: SocketAddr },
     Postgres(PostgresJobs),
-    Nats { jobs: JetStream, context: jetstream::Context, options: Options },
+    Nats { jobs: JetStream, context: jetstream::Context, options: Options, records: Records },
 }
 
 /// Longer than the longest cut.
@@ -58,7 +63,8 @@ impl Desk {
     pub(super) async fn open(
         server: &Server,
         link: &Proxy,
-        lease: Duration,
+        setup: &Setup,
+        folder: &Path,
     ) -> anyhow::Result<Self> {
         let url = server.url(link);
         Ok(match server {
@@ -73,12 +79,22 @@ impl Desk {
                 Self::Postgres(PostgresJobs::new(db))
             }
             Server::Nats(_) => {
-                let options = stream_options(lease);
+                let options = stream_options(setup.lease);
                 let client = async_nats::connect(&url).await?;
-                let jobs = JetStream::open(&url, options.clone(), None).await?;
-                Self::Nats { jobs, context: jetstream::new(client), options }
+                let records = Records::open(folder, setup.seed).await?;
+                let monitor: Arc<dyn Monitor> = Arc::clone(&records.jobs) as _;
+                let jobs = JetStream::open(&url, options.clone(), Some(monitor)).await?;
+                Self::Nats { jobs, context: jetstream::new(client), options, records }
             }
         })
+    }
+
+    /// Where workers tell what becomes of a stream's jobs.
+    pub(super) fn records(&self) -> Option<SocketAddr> {
+        match self {
+            Self::Nats { records, .. } => Some(records.address),
+            _ => None,
+        }
     }
 
     pub(super) async fn enqueue(&self, jobs: &[NewJob]) -> Result<Vec<Enqueued>, JobsError> {
@@ -148,10 +164,11 @@ impl Desk {
                 let effects = rows.iter().map(|row| row.get::<_, i64>(0).unsigned_abs()).collect();
                 Ok(Left { records: Some(records(jobs).await?), effects, ..Left::default() })
             }
-            Self::Nats { context, options, .. } => {
+            Self::Nats { context, options, records: told, .. } => {
                 let undone = numbers(context, &options.stream).await?;
                 let dead = numbers(context, &options.dead_stream).await?;
-                Ok(Left { undone, dead, ..Left::default() })
+                let records = Some(records(&*told.jobs).await?);
+                Ok(Left { records, undone, dead, ..Left::default() })
             }
         }
     }
@@ -179,7 +196,9 @@ async fn records(ledger: &impl Ledger) -> anyhow::Result<Vec<Record>> {
         for job in page.jobs {
             let task: Task = serde_json::from_str(job.payload.get())?;
             let error = job.error.unwrap_or_default();
-            all.push(Record { id: job.id.0, number: task.number, state: job.status, error });
+            // One that is kept in a stream has its number there.
+            let id = job.connection.rsplit_once('/').map_or(Ok(job.id.0), |(_, id)| id.parse())?;
+            all.push(Record { id, number: task.number, state: job.status, error });
         }
         before = page.next;
         if before.is_none() {

@@ -13,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 use vedetta_jobs::{Change, Enqueued, JobId, NewJob};
 
 use super::check::{Asked, CallOff, Evidence, Fault, SERVER_KILLED, Taken};
-use super::child::Task;
+use super::child::{self, Task};
 use super::desk::Desk;
 use super::log::{self, now};
 use super::world::{Server, Workers};
@@ -34,10 +34,10 @@ pub(super) async fn run(setup: &Setup) -> Report {
     let folder = crate::bed::memory_folder();
     let mut server = Server::start(setup, folder.path()).await;
     let link = Proxy::to(server.address()).await;
-    let opening = Box::pin(Desk::open(&server, &link, setup.lease));
+    let opening = Box::pin(Desk::open(&server, &link, setup, folder.path()));
     let opened = soon("the driver's line opens", opening).await;
     let desk = Arc::new(opened.expect("the driver's line opens"));
-    let mut workers = Workers::start(setup, folder.path(), server.url(&link));
+    let mut workers = Workers::start(setup, folder.path(), server.url(&link), desk.records());
 
     let progress = Progress::default();
     let stuck = if setup.between_faults.is_some() { STUCK } else { STUCK_IN_PEACE };
@@ -70,7 +70,8 @@ pub(super) async fn run(setup: &Setup) -> Report {
             super::desk::Left::default()
         }
     };
-    let mut evidence = Evidence { on: setup.on, asked, faults, left, runs: Vec::new() };
+    let ahead = if setup.on == Backend::Nats { micros(child::ahead(setup.lease)) } else { 0 };
+    let mut evidence = Evidence { on: setup.on, ahead, asked, faults, left, runs: Vec::new() };
     violations.extend(evidence.read_logs(folder.path(), started));
     let mut report = evidence.check();
     report.violations.splice(0..0, violations);
@@ -289,7 +290,7 @@ async fn storm(
         let mut until = now();
         if matches!((blow, setup.on), (Blow::KillServer, Backend::Nats)) {
             // A stream that is back delivers for a while what it has forgotten, or has in mind twice.
-            until += u64::try_from(setup.lease.as_micros()).expect("it is short");
+            until += micros(setup.lease);
         }
         faults.push(Fault { what, worker, from, until });
     }
@@ -315,4 +316,8 @@ impl Evidence {
         }
         wrong
     }
+}
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).expect("it is short")
 }

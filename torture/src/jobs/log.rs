@@ -188,6 +188,7 @@ fn take_in(told: &mut Told, claims: &mut Claims, worker: usize, line: &str) -> O
             let under = claims.get(&claim)?;
             let last = *under.last()?;
             let awaits = |run: &Run| match what {
+                "begun" => run.begun.is_empty(),
                 "ended" => !run.begun.is_empty() && run.ended.is_none(),
                 "settled" => run.ended.is_some() && run.settled.is_none(),
                 _ => false,

@@ -141,16 +141,23 @@ pub(super) struct Workers {
     setup: Setup,
     folder: PathBuf,
     url: String,
+    /// Where a stream's jobs are recorded.
+    records: Option<SocketAddr>,
     /// How many were started.
     pub started: usize,
     pub running: Vec<(usize, Process)>,
 }
 
 impl Workers {
-    pub(super) fn start(setup: &Setup, folder: &Path, url: String) -> Self {
+    pub(super) fn start(
+        setup: &Setup,
+        folder: &Path,
+        url: String,
+        records: Option<SocketAddr>,
+    ) -> Self {
         let (setup, folder) = (setup.clone(), folder.to_owned());
         let count = setup.workers;
-        let mut workers = Self { setup, folder, url, started: 0, running: Vec::new() };
+        let mut workers = Self { setup, folder, url, records, started: 0, running: Vec::new() };
         (0..count).for_each(|_| workers.start_one());
         workers
     }
@@ -161,6 +168,9 @@ impl Workers {
         command.arg(&self.url).arg("--folder").arg(&self.folder);
         command.arg("--number").arg(self.started.to_string());
         command.arg("--lease").arg(humantime::format_duration(self.setup.lease).to_string());
+        if let Some(records) = self.records {
+            command.arg("--records").arg(records.to_string());
+        }
         if let Some(lie) = self.setup.lie {
             command.arg("--lie").arg(lie.name());
         }

@@ -18,18 +18,21 @@ use std::time::{Duration, SystemTime};
 use async_nats::jetstream::AckKind;
 use async_nats::{Message, StatusCode, Subject, Subscriber};
 use futures_util::{FutureExt as _, StreamExt as _};
-use hashbrown::HashMap;
+use hashbrown::{HashMap, HashSet};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 use vedetta_core::queue::{Settled, Woken};
 
 use super::letter::{Asked, Letter, Reader};
-use super::{BUNCH, Shared, pull_dies_after};
-use crate::job::Claim;
+use super::{BUNCH, Shared, pull_dies_after, whole_millis};
+use crate::job::{Claim, JobId};
 
 /// Of so many jobs at most it is known which deliveries were no attempts.
 const FORGIVEN: usize = 1 << 16;
+
+/// So many at most of those that have ended are remembered.
+const OVER: usize = 1 << 16;
 
 /// Messages taken in before anything else gets its turn.
 const TOGETHER: usize = 64;
@@ -51,14 +54,23 @@ pub(super) struct State {
     pub fault: Option<String>,
     /// When the last message came.
     pub heard_at: Instant,
+    /// The largest sequence that has come. What comes first comes in order, so that smaller ones may be here.
+    newest: u64,
     /// Pulled, and not taken.
     pub ready: VecDeque<Ready>,
     /// Taken, and not settled, by sequence.
     held: HashMap<u64, Held>,
+    /// What became of those that are settled, and until when it is known: who said so was not told yet. By claim, as
+    /// a message that is put back may be here again by then.
+    settled: HashMap<Claim, (Settled, Instant)>,
     /// By sequence, the deliveries that were no attempts: this process gave them back.
     forgiven: BTreeMap<u64, u32>,
+    /// By sequence, when those were asked for that have ended here, if that is recorded nowhere.
+    over: BTreeMap<u64, SystemTime>,
     /// What the last few messages cost.
     cost: f64,
+    /// What comes may have ended before, as far as is recorded, and is to be looked up.
+    is_recorded: bool,
 }
 
 #[derive(Debug)]
@@ -73,18 +85,21 @@ pub(super) struct Pull {
 pub(super) struct Ready {
     pub letter: Arc<Letter>,
     at: Instant,
+    /// It has not ended, as far as is recorded.
+    is_known: bool,
 }
 
 /// A message that was handed out.
 #[derive(Debug)]
 pub(super) struct Held {
+    /// As it was delivered last.
     pub letter: Arc<Letter>,
+    /// Of the claim under which it was handed out.
+    token: i64,
     /// The how manieth attempt it is.
     pub attempt: u32,
     /// Until then it is given to nobody else.
     pub until: Instant,
-    /// It is settled, but who said so was not told.
-    pub settled: Option<Settled>,
     pub story: Story,
 }
 
@@ -101,13 +116,14 @@ pub(super) struct Story {
 impl Story {
     /// It begins with this worker.
     pub(super) fn of(worker: &str) -> Self {
-        let (worker, started_at) = (Some(worker.to_owned()), Some(SystemTime::now()));
+        let started_at = Some(whole_millis(SystemTime::now()));
+        let worker = Some(worker.to_owned());
         Self { worker, started_at, ..Self::default() }
     }
 }
 
 impl State {
-    pub(super) fn new(inbox: String) -> Self {
+    pub(super) fn new(inbox: String, is_recorded: bool) -> Self {
         Self {
             pull: None,
             inbox,
@@ -115,10 +131,14 @@ impl State {
             was_full: false,
             fault: None,
             heard_at: Instant::now(),
+            newest: 0,
             ready: VecDeque::new(),
             held: HashMap::new(),
+            settled: HashMap::new(),
             forgiven: BTreeMap::new(),
+            over: BTreeMap::new(),
             cost: 1.0,
+            is_recorded,
         }
     }
 
@@ -137,8 +157,19 @@ impl State {
     }
 
     /// There will be no more deliveries of it.
-    pub(super) fn is_over(&mut self, sequence: u64) {
-        self.forgiven.remove(&sequence);
+    pub(super) fn is_over(&mut self, letter: &Letter) {
+        self.forgiven.remove(&letter.sequence);
+        if !self.is_recorded {
+            self.over.insert(letter.sequence, letter.published);
+            if self.over.len() > OVER {
+                self.over.pop_first();
+            }
+        }
+    }
+
+    /// Whether it has ended here, as far as is remembered.
+    pub(super) fn was_over(&self, letter: &Letter) -> bool {
+        self.over.get(&letter.sequence) == Some(&letter.published)
     }
 
     /// Opens a pull for as much as there is room for, unless one is open: its number, its size, and where it
@@ -168,7 +199,8 @@ impl State {
     /// The next message to hand out; those that are no jobs, or were begun too often, wait to be buried.
     /// It is held until `ack_wait` after it came.
     pub(super) fn next(&mut self, ack_wait: Duration) -> Option<(Arc<Letter>, Asked, Instant)> {
-        let at = (0..self.ready.len()).find(|at| !self.is_poison(&self.ready[*at].letter))?;
+        let is_next = |ready: &Ready| ready.is_known && !self.is_poison(&ready.letter);
+        let at = self.ready.iter().position(is_next)?;
         let asked = self.ready[at].letter.asked.clone().ok()?;
         let ready = self.ready.remove(at)?;
         Some((ready.letter, asked, ready.at + ack_wait))
@@ -176,14 +208,53 @@ impl State {
 
     /// Those.
     pub(super) fn poison(&mut self) -> Vec<Arc<Letter>> {
-        if !self.ready.iter().any(|ready| self.is_poison(&ready.letter)) {
+        let is_poison =
+            |state: &Self, ready: &Ready| ready.is_known && state.is_poison(&ready.letter);
+        if !self.ready.iter().any(|ready| is_poison(self, ready)) {
             return Vec::new();
         }
         let ready = std::mem::take(&mut self.ready);
         let (poison, ready): (Vec<_>, Vec<_>) =
-            ready.into_iter().partition(|ready| self.is_poison(&ready.letter));
+            ready.into_iter().partition(|ready| is_poison(self, ready));
         self.ready = ready.into();
         poison.into_iter().map(|ready| ready.letter).collect()
+    }
+
+    /// Those of which it is to be looked up whether they have ended before, and when they were asked for.
+    pub(super) fn unknown(&self) -> Vec<(JobId, SystemTime)> {
+        let unknown = self.ready.iter().filter(|ready| !ready.is_known);
+        unknown.map(|ready| ready.letter.id()).collect()
+    }
+
+    /// These were looked up. Those that are over are ready no more.
+    pub(super) fn are_known(
+        &mut self,
+        known: &[(JobId, SystemTime)],
+        is_over: impl Fn(u64) -> bool,
+    ) -> Vec<Arc<Letter>> {
+        let known: HashSet<u64> = known.iter().map(|(id, _)| id.0).collect();
+        for ready in &mut self.ready {
+            ready.is_known |= known.contains(&ready.letter.sequence);
+        }
+        let is_over = |ready: &Ready| is_over(ready.letter.sequence);
+        if !self.ready.iter().any(is_over) {
+            return Vec::new();
+        }
+        let ready = std::mem::take(&mut self.ready);
+        let (over, ready): (Vec<_>, Vec<_>) = ready.into_iter().partition(is_over);
+        self.ready = ready.into();
+        over.iter().for_each(|ready| self.is_over(&ready.letter));
+        over.into_iter().map(|ready| ready.letter).collect()
+    }
+
+    /// A message that is here no longer is: it was called off.
+    pub(super) fn drop_out(&mut self, sequence: u64) -> Option<Arc<Letter>> {
+        self.forgiven.remove(&sequence);
+        if let Some(held) = self.held.remove(&sequence) {
+            return Some(held.letter);
+        }
+        let at = self.ready.iter().position(|ready| ready.letter.sequence == sequence)?;
+        self.ready.remove(at).map(|ready| ready.letter)
     }
 
     fn is_poison(&self, letter: &Letter) -> bool {
@@ -199,18 +270,34 @@ impl State {
 
     pub(super) fn hold(&mut self, letter: Arc<Letter>, story: Story, until: Instant) -> &Held {
         let (sequence, attempt) = (letter.sequence, self.attempt(&letter));
-        let held = Held { letter, attempt, until, settled: None, story };
+        // A server that was killed counts deliveries from an earlier one on: this is another one.
+        let claim = letter.claim();
+        self.settled.remove(&claim);
+        let held = Held { letter, token: claim.token, attempt, until, story };
         self.held.entry(sequence).insert(held).into_mut()
     }
 
     /// What is held by this claim, for sure.
     pub(super) fn held(&mut self, claim: Claim, now: Instant) -> Option<&mut Held> {
         let held = self.held.get_mut(&claim.id.0)?;
-        (held.letter.delivery == claim.token && now < held.until).then_some(held)
+        (held.token == claim.token && now < held.until).then_some(held)
     }
 
+    /// It is settled, which is known until then.
+    pub(super) fn settle(&mut self, claim: Claim, settled: Settled, until: Instant) {
+        self.let_go(claim);
+        self.settled.insert(claim, (settled, until));
+    }
+
+    /// What became of it, if it is settled.
+    pub(super) fn settled(&self, claim: Claim) -> Option<Settled> {
+        self.settled.get(&claim).map(|(settled, _)| *settled)
+    }
+
+    /// It is held no longer, and whoever did knows.
     pub(super) fn let_go(&mut self, claim: Claim) {
-        if self.held.get(&claim.id.0).is_some_and(|held| held.letter.delivery == claim.token) {
+        self.settled.remove(&claim);
+        if self.held.get(&claim.id.0).is_some_and(|held| held.token == claim.token) {
             self.held.remove(&claim.id.0);
         }
     }
@@ -220,7 +307,14 @@ impl State {
     pub(super) fn forget_lapsed(&mut self, ack_wait: Duration) {
         let now = Instant::now();
         self.held.retain(|_, held| now < held.until);
+        self.settled.retain(|_, (_, until)| now < *until);
         self.ready.retain(|ready| now < ready.at + ack_wait);
+    }
+
+    /// Whether a message is here.
+    pub(super) fn has(&self, sequence: u64) -> bool {
+        self.held.contains_key(&sequence)
+            || self.ready.iter().any(|ready| ready.letter.sequence == sequence)
     }
 
     /// How many messages are here, and not settled.
@@ -234,7 +328,8 @@ impl State {
         early.map(|ready| ready.letter.reply.clone()).collect()
     }
 
-    /// Takes in a message. Whether an older delivery of it was held here, which is lost now.
+    /// Takes in a message. Whether it was held here for so long that it is lost now. One that is held still goes on:
+    /// the server has forgotten that it delivered it, and awaits the end of this delivery now.
     fn arrived(&mut self, letter: Letter) -> bool {
         if let Some(pull) = &mut self.pull {
             pull.missing = pull.missing.saturating_sub(1);
@@ -245,12 +340,20 @@ impl State {
         if let Ok(asked) = &letter.asked {
             self.cost += (f64::from(asked.cost) - self.cost) / 4.0;
         }
-        let sequence = letter.sequence;
-        if letter.delivered > 1 {
+        self.heard_at = Instant::now();
+        let (sequence, letter) = (letter.sequence, Arc::new(letter));
+        let may_be_here = sequence <= self.newest;
+        self.newest = self.newest.max(sequence);
+        if let Some(held) = self.held.get_mut(&sequence).filter(|held| self.heard_at < held.until) {
+            held.letter = letter;
+            self.forgive(sequence);
+            return false;
+        }
+        if may_be_here {
             self.ready.retain(|ready| ready.letter.sequence != sequence);
         }
-        self.heard_at = Instant::now();
-        self.ready.push_back(Ready { letter: Arc::new(letter), at: self.heard_at });
+        let is_known = !self.is_recorded;
+        self.ready.push_back(Ready { letter, at: self.heard_at, is_known });
         self.held.remove(&sequence).is_some()
     }
 
@@ -352,6 +455,8 @@ impl Shared {
                 let why = message.description.as_deref().unwrap_or("no more is said");
                 let why = format!("the server ended a pull: {other}, {why}");
                 state.fault = Some(why);
+                // Somebody else may be the consumer's leader, and not know all of it.
+                self.untidy.notify_one();
             }
         }
         state.pull = None;
@@ -367,8 +472,9 @@ impl Shared {
         }
     }
 
-    /// A connection that was lost took its pull with it.
+    /// A connection that was lost took its pull with it, and there may be another server.
     pub(super) fn reconnected(&self) {
+        self.untidy.notify_one();
         self.state.lock().pull = None;
         self.turn.notify_waiters();
         self.bell.ring(Woken::More);

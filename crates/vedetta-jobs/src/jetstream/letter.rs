@@ -19,8 +19,8 @@ use serde_json::value::{RawValue, to_raw_value};
 
 use vedetta_core::Trace;
 
-use super::Options;
-use crate::job::{Json, LONGEST_TEXT, NewJob, check_name, shortened};
+use super::{Options, whole_millis};
+use crate::job::{Claim, JobId, Json, LONGEST_TEXT, NewJob, check_name, shortened};
 
 const KIND: &str = "Vedetta-Kind";
 const COST: &str = "Vedetta-Cost";
@@ -175,6 +175,16 @@ impl Reader {
 }
 
 impl Letter {
+    /// Which job it is, and when it was asked for.
+    pub(super) fn id(&self) -> (JobId, SystemTime) {
+        (JobId(self.sequence), whole_millis(self.published))
+    }
+
+    /// Whose it is that gets this delivery.
+    pub(super) fn claim(&self) -> Claim {
+        Claim { id: JobId(self.sequence), token: self.delivery }
+    }
+
     /// What its handler is given: its JSON, or its text as JSON, or else its bytes.
     pub(super) fn payload(&self) -> Json {
         payload(&self.message.payload)
@@ -215,7 +225,8 @@ impl Letter {
         }
         // A stream that was made anew counts from 1 again: the time tells its messages from the old ones.
         let at = self.published.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let id = format!("{}-{}-{}", options.stream, self.sequence, at.as_nanos());
+        let Options { stream, durable, .. } = options;
+        let id = format!("{stream}-{durable}-{}-{}", self.sequence, at.as_nanos());
         PublishMessage::build().payload(payload).headers(headers).message_id(id)
     }
 }

@@ -12,11 +12,20 @@ use crate::job::JobsError;
 /// How long the same dead letter is not stored twice.
 const SAME: Duration = Duration::from_secs(600);
 
-/// The consumer, and what of all this can lose jobs.
-pub(super) async fn set_up(
-    context: &Context,
-    options: &Options,
-) -> Result<(PullConsumer, Vec<String>), JobsError> {
+/// What is so of every server.
+const UNFLUSHED: &str = "NATS acknowledges a message before it is flushed to the disk (sync_interval of the server, 2 \
+     minutes unless set): a power cut can lose the last ones, and acknowledgements of jobs";
+
+/// What there is to work with.
+pub(super) struct SetUp {
+    pub consumer: PullConsumer,
+    /// Its messages may be others' jobs, too.
+    pub has_others: bool,
+    /// What of all this can lose jobs.
+    pub warnings: Vec<String>,
+}
+
+pub(super) async fn set_up(context: &Context, options: &Options) -> Result<SetUp, JobsError> {
     let wanted = Config {
         name: options.stream.clone(),
         subjects: vec![options.subject.clone()],
@@ -37,16 +46,28 @@ pub(super) async fn set_up(
         let found = dead.subjects.join(", ");
         return Err(differs(&format!("stream {}", dead.name), "subjects", &dead_subject, &found));
     }
-    let mut warnings = risks(&stream.cached_info().config);
+    let config = &stream.cached_info().config;
+    let has_others = config.retention != RetentionPolicy::WorkQueue;
+    let mut warnings = risks(config);
     warnings.extend(risks(dead));
-    warnings.push(
-        "NATS acknowledges a message before it is flushed to the disk (sync_interval of the server, 2 \
-         minutes unless set): a power cut can lose the last ones, and acknowledgements of jobs"
-            .into(),
-    );
+    warnings.push(UNFLUSHED.into());
     let (consumer, raised) = consumer(&stream, options).await?;
     warnings.extend(raised);
-    Ok((consumer, warnings))
+    Ok(SetUp { consumer, has_others, warnings })
+}
+
+/// What of it can lose jobs, without anything being made or changed. Nothing of what is not there yet.
+pub(super) async fn look(context: &Context, options: &Options) -> Result<Vec<String>, JobsError> {
+    let mut warnings = Vec::new();
+    for name in [&options.stream, &options.dead_stream] {
+        match context.get_stream(name).await {
+            Ok(stream) => warnings.extend(risks(&stream.cached_info().config)),
+            Err(error) if is_missing(&error.kind()) => {}
+            Err(error) => return Err(unavailable(format!("asking for the stream {name}"), error)),
+        }
+    }
+    warnings.push(UNFLUSHED.into());
+    Ok(warnings)
 }
 
 async fn ensure(context: &Context, wanted: Config) -> Result<Stream, JobsError> {

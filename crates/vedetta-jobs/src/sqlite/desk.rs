@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use vedetta_core::JobState;
 use vedetta_core::queue::{Settled, Woken};
@@ -11,7 +11,7 @@ use vedetta_db::rusqlite::{self, Connection, OptionalExtension as _, Row, params
 
 use super::index::{Lane, LaneNo, Op, Run};
 use super::show::{json, tags_of, trace_of};
-use super::{Desk, Owned, mode_of, state_number, state_of};
+use super::{Desk, Owned, is_asked_for, mode_of, state_number, state_of};
 use crate::job::{
     Change, Claim, Enqueued, Fate, Given, Job, JobId, JobsError, LONGEST_TEXT, Mode, NewJob, Note,
     When, check_name, shortened, tail,
@@ -32,6 +32,7 @@ struct Brief {
     key: Option<String>,
     /// It is kept elsewhere, and this its record.
     is_elsewhere: bool,
+    ended_at: Option<i64>,
 }
 
 /// Why a job goes back to wait.
@@ -206,7 +207,7 @@ impl Desk {
 
     fn brief(&self, tx: &Connection, id: JobId) -> Result<Option<Brief>, JobsError> {
         let sql = "SELECT queue, state, priority, run_at, attempts, max_attempts, unique_key,
-                          connection IS NOT NULL
+                          connection IS NOT NULL, ended_at
                    FROM job WHERE id = ?1";
         let brief = |row: &Row<'_>| {
             let number = row.get(0)?;
@@ -219,6 +220,7 @@ impl Desk {
                 max_attempts: row.get(5)?,
                 key: row.get(6)?,
                 is_elsewhere: row.get(7)?,
+                ended_at: row.get(8)?,
             })
         };
         let number = i64::try_from(id.0).unwrap_or(0);
@@ -533,6 +535,40 @@ impl Desk {
         Ok(Change::Made)
     }
 
+    /// Notes that a job which is kept elsewhere was called off.
+    pub(super) fn cancel_record(
+        &self,
+        tx: &Connection,
+        id: JobId,
+        queued_at: Option<SystemTime>,
+        why: Option<&str>,
+    ) -> Result<Change, JobsError> {
+        let Some(job) = self.brief(tx, id)? else { return Ok(Change::NoSuch) };
+        if job.state.is_over() || !job.is_elsewhere {
+            return Ok(Change::Not(self.standing(id, job.state)));
+        }
+        let sql = "UPDATE job SET state = 4, ended_at = ?2, updated_at = ?2,
+                       queued_at = coalesce(?3, queued_at), error = coalesce(?4, error)
+                   WHERE id = ?1";
+        let row = params![id.0.cast_signed(), self.clock.now(), queued_at.map(Clock::at), why];
+        tx.prepare_cached(sql)?.execute(row)?;
+        let cancelled = Op::Over { lane: job.lane, state: JobState::Cancelled, count: 1 };
+        self.index.lock().change(cancelled);
+        Ok(Change::Made)
+    }
+
+    /// Notes that a job which was kept elsewhere is gone from there, and nobody told how it ended.
+    pub(super) fn end_record(&self, tx: &Connection, id: JobId) -> Result<Change, JobsError> {
+        self.cancel_record(tx, id, None, Some("it left the stream, and nobody here was told how"))
+    }
+
+    /// Ends a record, and leaves the number that its job had elsewhere to another.
+    fn detach(&self, tx: &Connection, id: i64) -> Result<(), JobsError> {
+        self.end_record(tx, JobId(id.unsigned_abs()))?;
+        tx.prepare_cached("UPDATE job SET foreign_id = NULL WHERE id = ?1")?.execute([id])?;
+        Ok(())
+    }
+
     /// A job that waits no longer does.
     fn leave(&self, id: JobId, job: &Brief) {
         let mut index = self.index.lock();
@@ -550,6 +586,12 @@ impl Desk {
         if !job.state.is_over() {
             is_here(id, &job)?;
         }
+        let kept = self.clock.now().saturating_sub(Clock::millis(super::RECORDED));
+        if job.is_elsewhere && job.ended_at.is_some_and(|at| at > kept) {
+            return Err(JobsError::Invalid(format!(
+                "job {id} was in a stream, and might be run again without its record: remove it an hour after its end"
+            )));
+        }
         if job.state == JobState::Waiting {
             self.leave(id, &job);
         } else {
@@ -562,10 +604,18 @@ impl Desk {
         Ok(Change::Made)
     }
 
-    pub(super) fn prune(&self, tx: &Connection, done: i64, dead: i64) -> Result<u64, JobsError> {
+    /// Removes what ended before these times: done or called off, dead, and kept elsewhere.
+    pub(super) fn prune(
+        &self,
+        tx: &Connection,
+        done: i64,
+        dead: i64,
+        elsewhere: i64,
+    ) -> Result<u64, JobsError> {
         let sql = "DELETE FROM job WHERE id IN (
                        SELECT id FROM job WHERE queue = ?1 AND state = ?2 AND ended_at < ?3
-                           AND ended_at IS NOT NULL LIMIT ?4)
+                           AND ended_at IS NOT NULL
+                           AND (connection IS NULL OR ended_at < ?5) LIMIT ?4)
                    RETURNING id";
         let mut prune = tx.prepare_cached(sql)?;
         let lanes: Vec<(LaneNo, i64)> = {
@@ -578,7 +628,7 @@ impl Desk {
                 [(JobState::Done, done), (JobState::Cancelled, done), (JobState::Dead, dead)]
             {
                 let left = PRUNED - pruned;
-                let wanted = params![number, state_number(state), before, left];
+                let wanted = params![number, state_number(state), before, left, elsewhere];
                 let ids = prune.query_map(wanted, |row| row.get::<_, i64>(0))?;
                 let mut count = 0;
                 for id in ids {
@@ -589,20 +639,13 @@ impl Desk {
                 pruned += count;
             }
         }
-        // What was last heard of so long ago, of jobs elsewhere, has ended where nobody told us.
-        let sql = "DELETE FROM job WHERE state > 9 AND updated_at < ?1 RETURNING id";
-        let mut forget = tx.prepare_cached(sql)?;
-        for id in forget.query_map([dead], |row| row.get::<_, i64>(0))? {
-            last = last.max(id?);
-            pruned += 1;
-        }
         tx.prepare_cached("UPDATE job_last SET id = max(id, ?1)")?.execute([last])?;
         Ok(pruned.unsigned_abs())
     }
 
-    /// Writes down how jobs stand that are kept elsewhere.
-    pub(super) fn record(&self, tx: &Connection, jobs: &[Job]) -> Result<(), JobsError> {
-        let find = "SELECT id, state FROM job
+    /// Writes down how jobs stand that are kept elsewhere. Whether each is so: what has ended stays as it is.
+    pub(super) fn record(&self, tx: &Connection, jobs: &[Job]) -> Result<Vec<bool>, JobsError> {
+        let find = "SELECT id, state, queued_at, updated_at, worker, started_at FROM job
                     WHERE connection = ?1 AND foreign_id = ?2 AND connection IS NOT NULL";
         let write = "INSERT OR REPLACE INTO job (id, queue, kind, state, cost, priority, attempts,
                          max_attempts, run_at, queued_at, updated_at, started_at, ended_at, timeout,
@@ -611,23 +654,42 @@ impl Desk {
                      VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16,
                          ?17, ?18, ?19, ?20, ?21, ?22, ?23, ?24, ?25)";
         let (mut find, mut write) = (tx.prepare_cached(find)?, tx.prepare_cached(write)?);
+        let mut answers = Vec::with_capacity(jobs.len());
         for job in jobs {
             let lane = self.lane(tx, &job.queue)?;
             let foreign = job.id.0.cast_signed();
-            let known = |row: &Row<'_>| Ok((row.get::<_, i64>(0)?, row.get::<_, i64>(1)?));
-            let known = find.query_row(params![job.connection, foreign], known).optional()?;
+            let known = |row: &Row<'_>| {
+                Ok(Known {
+                    id: row.get(0)?,
+                    state: row.get(1)?,
+                    queued_at: row.get(2)?,
+                    updated_at: row.get(3)?,
+                    worker: row.get(4)?,
+                    started_at: row.get(5)?,
+                })
+            };
+            let mut known = find.query_row(params![job.connection, foreign], known).optional()?;
+            if let Some(another) = known.take_if(|known| known.is_another(job)) {
+                self.detach(tx, another.id)?;
+            }
             // That it was asked for may be told after it began.
-            if known.is_some() && job.status == JobState::Waiting && job.started_at.is_none() {
+            if known.is_some() && is_asked_for(job) {
+                answers.push(false);
                 continue;
             }
+            if let Some(known) = known.as_ref().filter(|known| known.state < 10) {
+                answers.push(known.is_told_again(job));
+                continue;
+            }
+            answers.push(true);
             let (id, number) = {
                 let mut index = self.index.lock();
-                let id = known.map_or_else(
+                let id = known.as_ref().map_or_else(
                     || {
                         index.last_id += 1;
                         index.last_id.cast_signed()
                     },
-                    |(id, _)| id,
+                    |known| known.id,
                 );
                 (id, index.lanes[lane].number)
             };
@@ -663,22 +725,51 @@ impl Desk {
                 foreign,
                 job.trace.map(|trace| trace.to_string()),
             ])?;
-            let over = |state, count| self.index.lock().change(Op::Over { lane, state, count });
-            if let Some((_, was)) = known.filter(|(_, was)| *was < 10) {
-                over(state_of(was), -1);
-            }
             if job.ended_at.is_some() {
-                over(job.status, 1);
+                self.index.lock().change(Op::Over { lane, state: job.status, count: 1 });
             }
         }
-        Ok(())
+        Ok(answers)
+    }
+}
+
+/// What was told before of a job that is kept elsewhere.
+struct Known {
+    id: i64,
+    state: i64,
+    queued_at: i64,
+    updated_at: i64,
+    worker: Option<String>,
+    started_at: Option<i64>,
+}
+
+impl Known {
+    /// Ids are given again there, and that was another job of this one.
+    fn is_another(&self, job: &Job) -> bool {
+        let queued_at = Clock::at(job.queued_at);
+        if is_asked_for(job) {
+            // It was asked for after that; when exactly is known when it begins.
+            return self.updated_at < queued_at;
+        }
+        let is_sure = self.state < 10 || self.started_at.is_some();
+        is_sure && self.queued_at != queued_at
+    }
+
+    /// This very end was told before, and the answer got lost.
+    fn is_told_again(&self, job: &Job) -> bool {
+        job.status.is_over()
+            && self.state == state_number(job.status)
+            && self.worker == job.worker
+            && self.started_at == job.started_at.map(Clock::at)
     }
 }
 
 /// Refuses what can only be done where a job is kept.
 fn is_here(id: JobId, job: &Brief) -> Result<(), JobsError> {
     if job.is_elsewhere {
-        let what = format!("job {id} is kept in a stream, and this is only its record");
+        let what = format!(
+            "job {id} is or was kept in a stream, and this is only its record: ask for it anew"
+        );
         return Err(JobsError::Invalid(what));
     }
     Ok(())

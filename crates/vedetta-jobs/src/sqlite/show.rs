@@ -54,9 +54,11 @@ impl Desk {
         let queue = index.lane_of(number).map(|lane| index.lanes[lane].name.clone());
         drop(index);
         let given_back: Option<i64> = row.get(23)?;
-        let connection = match row.get::<_, Option<String>>(24)? {
-            Some(connection) => format!("{connection}/{}", row.get::<_, i64>(25)?),
-            None => "sqlite".into(),
+        let connection = match (row.get::<_, Option<String>>(24)?, row.get::<_, Option<i64>>(25)?) {
+            (Some(connection), Some(id)) => format!("{connection}/{id}"),
+            // Its number there is another job's by now.
+            (Some(connection), None) => connection,
+            (None, _) => "sqlite".into(),
         };
         let runs = |run: &&Run| status == JobState::Waiting && Some(run.token) != given_back;
         if let Some(run) = run.filter(runs) {

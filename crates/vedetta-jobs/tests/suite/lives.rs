@@ -247,6 +247,26 @@ pub async fn what_a_worker_tells_of_a_job_is_seen<W: LedgerWorld>() {
     assert_eq!(world.job(id).await.log, "one\ntwo\nthree\n", "it is kept when the job is over");
 }
 
+pub async fn of_two_who_tell_of_a_job_at_once_neither_loses_a_line<W: LedgerWorld>() {
+    let world = W::new().await;
+    let neighbour = world.neighbour().await;
+    let id = world.add_many(1).await[0];
+    let claim = world.take_one().await.claim;
+    let mut lines = Vec::new();
+    for round in 0..20 {
+        let note = |who: &str| Note { log: format!("{who} {round}\n"), ..Note::default() };
+        let (anna, bert) = (note("anna"), note("bert"));
+        lines.extend([anna.log.clone(), bert.log.clone()]);
+        let kept = tokio::join!(world.note(claim, anna), neighbour.note(claim, bert));
+        assert_eq!(kept, (Kept::Ours, Kept::Ours));
+    }
+    let log = world.job(id).await.log;
+    let mut found: Vec<&str> = log.split_inclusive('\n').collect();
+    found.sort_unstable();
+    lines.sort_unstable();
+    assert_eq!(found, lines);
+}
+
 pub async fn of_a_log_the_last_whole_lines_are_kept<W: LedgerWorld>() {
     let world = W::new().await;
     let id = world.add_many(1).await[0];

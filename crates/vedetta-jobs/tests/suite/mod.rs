@@ -319,6 +319,7 @@ macro_rules! ledger_suite {
                 who_let_a_lease_lapse_changes_nothing_whether_or_not_somebody_took_the_job
                 an_end_that_is_told_twice_counts_once
                 what_a_worker_tells_of_a_job_is_seen
+                of_two_who_tell_of_a_job_at_once_neither_loses_a_line
                 of_a_log_the_last_whole_lines_are_kept
                 long_texts_are_cut_within_no_character
                 the_largest_result_is_kept_whole

@@ -122,7 +122,7 @@ pub async fn a_command_is_a_handler<W: LedgerWorld>() {
         echo '{"progress": 0.25, "message": "begun"}'
         case $payload in
             *fail*) exit 3 ;;
-            *hang*) sleep 3600 ;;
+            *hang*) for n in 1 2 3 4 5 6 7 8; do setsid sleep 3600 & echo $! >&2; done; wait ;;
         esac
         echo '{"result": {"slots": '"$VEDETTA_SLOTS"'}}'
     "#;
@@ -146,8 +146,14 @@ pub async fn a_command_is_a_handler<W: LedgerWorld>() {
     assert!(error.starts_with("it ended with exit code 3"), "{error}");
 
     let mut hangs = ask("hang");
-    hangs.timeout = Some(Duration::from_millis(300));
+    hangs.timeout = Some(Duration::from_millis(900));
     let id = world.add(hangs).await;
     eventually("it is dead", async || world.state(id).await == Dead).await;
-    assert_eq!(world.job(id).await.error.as_deref(), Some("it took longer than 300ms"));
+    let job = world.job(id).await;
+    let left = |pid: &&str| {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"));
+        stat.is_ok_and(|stat| !stat.contains(") Z "))
+    };
+    assert_eq!(job.log.lines().skip(1).filter(left).count(), 0, "its slots are free");
+    assert_eq!(job.error.as_deref(), Some("it took longer than 900ms"));
 }

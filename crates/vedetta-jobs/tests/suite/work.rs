@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use vedetta_core::trace::Label;
 use vedetta_core::{Backoff, Command, RunEvent, Span, Spans, Trace};
 use vedetta_jobs::{Asking, BoxError, JobEvent, Jobs, NewJob, Outcome, Work, Worker, Working};
@@ -392,17 +392,28 @@ pub async fn what_becomes_of_a_job_is_one_trace<W: World>() {
 
     let traces = Arc::<Mutex<Vec<Trace>>>::default();
     let seen = Arc::clone(&traces);
-    // Another has it the second time.
     let elsewhere = world.neighbour().await;
+    let (begun, may_fail) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
+    let (begins, fails) = (Arc::clone(&begun), Arc::clone(&may_fail));
     let worker =
         worker(1).spans(Arc::clone(&told) as _).handler("flaky", move |work: Work, _: String| {
             seen.lock().extend(work.trace());
             let first = work.attempt() == 1;
-            async move { if first { Err("a secret") } else { Ok(()) } }
+            let (begins, fails) = (Arc::clone(&begins), Arc::clone(&fails));
+            async move {
+                if first {
+                    begins.notify_one();
+                    fails.notified().await;
+                    return Err("a secret");
+                }
+                Ok(())
+            }
         });
     let first = start(&world, worker.clone());
-    eventually("it failed", async || !told.named("settle flaky").is_empty()).await;
-    first.stop(Duration::from_secs(10)).await;
+    begun.notified().await;
+    // It fails when its worker takes nothing more: another has it the second time.
+    tokio::join!(first.stop(Duration::from_secs(60)), async { may_fail.notify_one() });
+    assert_eq!(told.named("settle flaky").len(), 1);
     let second = start(&elsewhere, worker);
     eventually("it is done", async || second.status().flow.done == 1).await;
     second.stop(Duration::from_secs(10)).await;

@@ -14,6 +14,9 @@
 //! that clears its environment or writes over it, and leaves the group. Within another Vedetta's command
 //! `<id>` is added to the ids that are there, so that the end of either ends it.
 //!
+//! Each run has a mark of its own beside `<id>`. When a run is killed, this process looks for its mark in the
+//! same way (`hunt`), so that a command which is called off or takes too long leaves nothing behind, either.
+//!
 //! The search needs `/proc`, so there is a guard on Linux only.
 
 use std::ffi::OsString;
@@ -21,8 +24,14 @@ use std::io::{self, Read as _};
 use std::os::unix::process::CommandExt as _;
 use std::process::{Child, Command, Stdio};
 use std::sync::LazyLock;
+use std::time::Duration;
 
 use parking_lot::Mutex;
+use tokio::sync::oneshot;
+use tokio::time::timeout;
+
+/// What is killed has ended by then, unless it cannot.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The variable that holds the ids, with `:` between them.
 pub(super) const VARIABLE: &str = "VEDETTA_GUARD";
@@ -33,8 +42,40 @@ static ID: LazyLock<String> = LazyLock::new(|| format!("{:032x}", fastrand::u128
 /// With the pipe's only lasting write end.
 static GUARD: Mutex<Option<Child>> = Mutex::new(None);
 
+/// What all that one run starts has in its environment.
+#[derive(Debug)]
+pub(super) struct Mark(String);
+
+impl Mark {
+    pub(super) fn new() -> Self {
+        Self(format!("{:032x}", fastrand::u128(..)))
+    }
+
+    /// Kills all that has it, in the background, until there is no more of it.
+    pub(super) fn kill(&self) -> Gone {
+        #[cfg(target_os = "linux")]
+        let gone = Some(super::hunt::begin(&self.0));
+        #[cfg(not(target_os = "linux"))]
+        let gone = None;
+        Gone(gone)
+    }
+}
+
+/// Nothing has a mark any more; or nobody looks for it.
+#[must_use]
+pub(super) struct Gone(Option<oneshot::Receiver<()>>);
+
+impl Gone {
+    /// Waits for it, but not for what does not end.
+    pub(super) async fn wait(self) {
+        if let Some(gone) = self.0 {
+            let _ = timeout(PATIENCE, gone).await;
+        }
+    }
+}
+
 /// The value of [`VARIABLE`] for a command that is now started. From here on there is a guard for it.
-pub(super) fn ids() -> io::Result<OsString> {
+pub(super) fn ids(mark: &Mark) -> io::Result<OsString> {
     if cfg!(target_os = "linux") {
         let mut guard = GUARD.lock();
         if !matches!(guard.as_mut().map(Child::try_wait), Some(Ok(None))) {
@@ -46,6 +87,8 @@ pub(super) fn ids() -> io::Result<OsString> {
         ids.push(":");
     }
     ids.push(&*ID);
+    ids.push(":");
+    ids.push(&mark.0);
     Ok(ids)
 }
 
