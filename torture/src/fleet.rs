@@ -73,13 +73,51 @@ pub struct Command {
     program: Option<PathBuf>,
 }
 
+/// What is tortured, and how.
+#[derive(Debug, Clone)]
+pub struct Setup {
+    /// What keeps the jobs.
+    pub on: Keeper,
+    /// What brings commands.
+    pub bus: Bus,
+    /// How long, at least: each kind of fault comes once in any case.
+    pub time: Duration,
+    /// Between two faults, at most.
+    pub between_faults: Duration,
+    /// Worker processes.
+    pub workers: usize,
+    /// The clocks of the server and of the workers jump, too.
+    pub clocks: bool,
+    /// Decides about faults.
+    pub seed: u64,
+    /// The program that is tortured.
+    pub program: PathBuf,
+    /// What is done wrong on purpose.
+    pub lie: Option<Lie>,
+}
+
+/// Something done wrong on purpose, which must be noticed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lie {
+    /// A command is handed out again.
+    Twice,
+    /// A command holds for longer than was asked for.
+    Late,
+    /// What a handler has started is left behind.
+    Orphan,
+}
+
 /// What happened.
 #[derive(Debug, Default)]
 pub struct Report {
-    jobs: usize,
-    commands: usize,
-    obeyed: usize,
-    faults: BTreeMap<&'static str, u64>,
+    /// Jobs that were done.
+    pub jobs: usize,
+    /// Commands that were put.
+    pub commands: usize,
+    /// And obeyed.
+    pub obeyed: usize,
+    /// How often each kind of fault came.
+    pub faults: BTreeMap<&'static str, u64>,
     /// What cannot be.
     pub violations: Vec<String>,
 }
@@ -105,19 +143,96 @@ impl Command {
     /// Runs it, prints what happened, and says whether all was well.
     pub async fn run(self) -> anyhow::Result<bool> {
         let beside = || Some(std::env::current_exe().ok()?.with_file_name("vedetta"));
-        let program = self.program.clone().or_else(beside).context("which program?")?;
-        anyhow::ensure!(program.is_file(), "there is no {}: build it first", program.display());
-        let mut world = World::start(&self, program).await?;
-        world.torment(Duration::from_secs(self.seconds)).await?;
-        let report = world.end().await?;
+        let setup = Setup {
+            on: self.on,
+            bus: self.bus,
+            time: Duration::from_secs(self.seconds),
+            between_faults: Duration::from_millis(1500),
+            workers: self.workers,
+            clocks: self.clocks,
+            seed: self.seed,
+            program: self.program.or_else(beside).context("which program?")?,
+            lie: None,
+        };
+        let report = run(&setup).await?;
         println!("{report}");
         Ok(report.violations.is_empty())
     }
 }
 
+/// Runs it, and says what happened.
+pub async fn run(setup: &Setup) -> anyhow::Result<Report> {
+    let program = &setup.program;
+    anyhow::ensure!(program.is_file(), "there is no {}: build it first", program.display());
+    let mut world = World::start(setup).await?;
+    world.torment().await?;
+    world.end().await
+}
+
+/// What can happen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fault {
+    WorkerKilled,
+    WorkerFrozen,
+    ServerKilled,
+    RedisKilled,
+    PostgresKilled,
+    RollingRestart,
+    ServersClock,
+    GuestsClock,
+}
+
+impl Fault {
+    const ALL: [(Self, u32); 8] = [
+        (Self::WorkerKilled, 3),
+        (Self::WorkerFrozen, 2),
+        (Self::ServerKilled, 2),
+        (Self::RedisKilled, 1),
+        (Self::PostgresKilled, 1),
+        (Self::RollingRestart, 1),
+        (Self::ServersClock, 2),
+        (Self::GuestsClock, 2),
+    ];
+
+    /// As it is reported.
+    fn word(self) -> &'static str {
+        match self {
+            Self::WorkerKilled => "worker killed",
+            Self::WorkerFrozen => "worker frozen",
+            Self::ServerKilled => "server killed",
+            Self::RedisKilled => "Redis killed",
+            Self::PostgresKilled => "PostgreSQL killed",
+            Self::RollingRestart => "rolling restart",
+            Self::ServersClock => "clock of the server jumped",
+            Self::GuestsClock => "clock of a worker jumped",
+        }
+    }
+
+    fn can_be(self, setup: &Setup) -> bool {
+        match self {
+            Self::RedisKilled => setup.bus == Bus::Redis,
+            Self::PostgresKilled => setup.on == Keeper::Postgres,
+            Self::ServersClock | Self::GuestsClock => setup.clocks,
+            _ => true,
+        }
+    }
+}
+
+impl Setup {
+    /// The kinds of faults that come.
+    pub fn faults(&self) -> Vec<&'static str> {
+        let all = Fault::ALL.iter().filter(|(fault, _)| fault.can_be(self));
+        all.map(|(fault, _)| fault.word()).collect()
+    }
+}
+
 struct World {
+    setup: Setup,
     folder: TempDir,
-    program: PathBuf,
+    /// A word on the command line of what handlers start, and of nothing else.
+    mark: String,
+    /// Kinds of faults that did not come yet.
+    to_come: Vec<Fault>,
     postgres: Option<postgres::Server>,
     redis: Option<redis::Server>,
     address: SocketAddr,
@@ -125,7 +240,6 @@ struct World {
     /// With clocks that jump: a worker with one of its own.
     guest: Option<Child>,
     line: RemoteJobs,
-    workers: usize,
     /// Jobs that were acknowledged.
     jobs: Vec<u64>,
     /// Commands for the driver's own worker: when each was asked for, and how often it came.
@@ -134,7 +248,8 @@ struct World {
 }
 
 impl World {
-    async fn start(setup: &Command, program: PathBuf) -> anyhow::Result<Self> {
+    async fn start(setup: &Setup) -> anyhow::Result<Self> {
+        let program = &setup.program;
         fastrand::seed(setup.seed);
         let folder = TempDir::new()?;
         let (postgres, redis) = (
@@ -147,9 +262,19 @@ impl World {
                 Bus::Same => None,
             },
         );
+        // What it starts would go on for long if nobody ended it; how long tells it from others of its kind.
+        let now = std::time::SystemTime::UNIX_EPOCH.elapsed()?.subsec_nanos();
+        let mark = format!("0.{:07}{:04}", std::process::id(), now % 10_000);
+        let end = if setup.lie == Some(Lie::Orphan) { "" } else { "; kill $!" };
+        let start = if setup.lie == Some(Lie::Orphan) {
+            "env -u VEDETTA_GUARD setsid sleep"
+        } else {
+            "sleep"
+        };
         let config = format!(
             "[bus]\npoll = '200ms'\n[queue.default]\ncapacity = 2\nack-wait = '2s'\n\
-             [handler.work]\nmax-attempts = 1000\nrun = ['sh', '-c', 'cat >/dev/null; sleep 0.03']\n\
+             [handler.work]\nmax-attempts = 1000\n\
+             run = ['sh', '-c', 'cat >/dev/null; {start} 600 {mark} </dev/null >/dev/null 2>&1 & sleep 0.03{end}']\n\
              [supervisor.chaos]\nmin = {0}\nmax = {0}\ngrace = '20s'\n",
             setup.workers
         );
@@ -159,37 +284,40 @@ impl World {
             all.iter().try_for_each(|clock| std::fs::write(folder.path().join(clock), "+0"))?;
         }
         let any = "127.0.0.1:0".parse()?;
-        let (server, address) =
-            up(&program, folder.path(), any, postgres.as_ref(), redis.as_ref())?;
+        let (server, address) = up(program, folder.path(), any, postgres.as_ref(), redis.as_ref())?;
         let line = RemoteJobs::new(&format!("http://{address}"), None)?;
-        let guest =
-            if setup.clocks { Some(guest(&program, folder.path(), address)?) } else { None };
+        let guest = if setup.clocks { Some(guest(program, folder.path(), address)?) } else { None };
+        let mut to_come: Vec<Fault> = Fault::ALL.iter().map(|(fault, _)| *fault).collect();
+        to_come.retain(|fault| fault.can_be(setup));
+        fastrand::shuffle(&mut to_come);
         Ok(Self {
+            setup: setup.clone(),
+            mark,
+            to_come,
             guest,
             folder,
-            program,
             postgres,
             redis,
             address,
             server,
             line,
-            workers: setup.workers,
             jobs: Vec::new(),
             commands: HashMap::new(),
             report: Report::default(),
         })
     }
 
-    async fn torment(&mut self, time: Duration) -> anyhow::Result<()> {
-        let end = Instant::now() + time;
+    async fn torment(&mut self) -> anyhow::Result<()> {
+        let end = Instant::now() + self.setup.time;
+        let most = u64::try_from(self.setup.between_faults.as_millis()).unwrap_or(u64::MAX).max(2);
         let mut fault_at = Instant::now() + Duration::from_secs(2);
-        while Instant::now() < end {
+        while Instant::now() < end || !self.to_come.is_empty() {
             self.ask_for_jobs().await;
             self.command().await;
             self.obey().await;
             if Instant::now() >= fault_at {
                 self.fault().await?;
-                fault_at = Instant::now() + Duration::from_millis(fastrand::u64(200..1500));
+                fault_at = Instant::now() + Duration::from_millis(fastrand::u64(most / 8..most));
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
@@ -218,7 +346,8 @@ impl World {
     /// Tells the driver's own worker something, and now and then another.
     async fn command(&mut self) {
         let what = if fastrand::bool() { "pause" } else { "resume" };
-        let path = format!("/workers/witness/{what}?ttl_ms={}", TTL.as_millis());
+        let ttl = if self.setup.lie == Some(Lie::Late) { 2 * TTL } else { TTL };
+        let path = format!("/workers/witness/{what}?ttl_ms={}", ttl.as_millis());
         let asked = Instant::now();
         if let Ok(put) = self.ask(Method::POST, &path, &Value::Null).await {
             let id = put["id"].as_str().unwrap_or_default().to_owned();
@@ -240,7 +369,11 @@ impl World {
         let Ok(heard) = self.ask(Method::POST, "/workers/witness/beat", &beat).await else {
             return;
         };
-        for command in heard["commands"].as_array().into_iter().flatten() {
+        let mut commands = heard["commands"].as_array().cloned().unwrap_or_default();
+        if self.setup.lie == Some(Lie::Twice) {
+            commands.extend(commands.clone());
+        }
+        for command in commands {
             let left = Duration::from_millis(command["expires_ms"].as_u64().unwrap_or(0));
             let id = command["id"].as_str().unwrap_or_default().to_owned();
             // One that was put and whose answer was lost is not known.
@@ -271,66 +404,67 @@ impl World {
         all.into_iter().filter(is_ours).collect()
     }
 
+    /// Each kind once, and then as it comes.
+    fn next_fault(&mut self) -> Fault {
+        if let Some(fault) = self.to_come.pop() {
+            return fault;
+        }
+        let all = Fault::ALL.iter().filter(|(fault, _)| fault.can_be(&self.setup));
+        let all: Vec<Fault> =
+            all.flat_map(|(fault, weight)| std::iter::repeat_n(*fault, *weight as usize)).collect();
+        fastrand::choice(all).unwrap_or(Fault::RollingRestart)
+    }
+
     async fn fault(&mut self) -> anyhow::Result<()> {
+        let fault = self.next_fault();
         let processes: Vec<u32> = self.processes().into_iter().collect();
         let victim = fastrand::choice(&processes).copied();
-        // Where clocks jump, every third fault is that.
-        let most = if self.guest.is_some() { 14 } else { 10 };
-        let what = match (fastrand::u8(0..most).min(9), victim) {
-            (0..=2, Some(pid)) => {
-                signal(pid, Signal::KILL);
-                "worker killed"
+        match fault {
+            Fault::WorkerKilled | Fault::WorkerFrozen => {
+                let Some(pid) = victim else {
+                    self.to_come.push(fault);
+                    return Ok(());
+                };
+                let how = if fault == Fault::WorkerKilled { Signal::KILL } else { Signal::STOP };
+                signal(pid, how);
             }
-            (3 | 4, Some(pid)) => {
-                signal(pid, Signal::STOP);
-                "worker frozen"
-            }
-            (5 | 6, _) => {
-                self.restart_server()?;
-                "server killed"
-            }
-            (7, _) if self.redis.is_some() => {
+            Fault::ServerKilled => self.restart_server()?,
+            Fault::RedisKilled => {
                 if let Some(redis) = &mut self.redis {
                     redis.kill();
                     tokio::time::sleep(Duration::from_millis(fastrand::u64(0..1000))).await;
                     redis.start_again().await;
                 }
-                "Redis killed"
             }
-            (8, _) if self.postgres.is_some() => {
+            Fault::PostgresKilled => {
                 if let Some(postgres) = &mut self.postgres {
                     postgres.kill();
                     postgres.start_again().await;
                 }
-                "PostgreSQL killed"
             }
-            (9, _) if self.guest.is_some() => {
-                let (clock, what) = if fastrand::bool() {
-                    (SERVERS, "clock of the server jumped")
-                } else {
-                    (GUESTS, "clock of a worker jumped")
-                };
-                return self.jump(clock, what);
-            }
-            _ => {
+            Fault::RollingRestart => {
                 let _ = self.ask(Method::POST, "/workers/restart", &Value::Null).await;
-                "rolling restart"
             }
-        };
-        *self.report.faults.entry(what).or_default() += 1;
+            Fault::ServersClock => self.jump(SERVERS)?,
+            Fault::GuestsClock => self.jump(GUESTS)?,
+        }
+        self.happened(fault);
         Ok(())
     }
 
-    fn jump(&mut self, clock: &str, what: &'static str) -> anyhow::Result<()> {
+    fn happened(&mut self, fault: Fault) {
+        *self.report.faults.entry(fault.word()).or_default() += 1;
+    }
+
+    fn jump(&self, clock: &str) -> anyhow::Result<()> {
         let to = fastrand::choice(["+3600", "-3600", "+0", "+61", "-61"]).unwrap_or("+0");
-        std::fs::write(self.folder.path().join(clock), to)?;
-        *self.report.faults.entry(what).or_default() += 1;
-        Ok(())
+        Ok(std::fs::write(self.folder.path().join(clock), to)?)
     }
 
     fn restart_server(&mut self) -> anyhow::Result<()> {
         if self.guest.is_some() && fastrand::bool() {
-            self.jump(SERVERS, "clock of the server jumped")?;
+            self.jump(SERVERS)?;
+            self.happened(Fault::ServersClock);
         }
         self.restart_server_at(None)
     }
@@ -344,23 +478,23 @@ impl World {
         }
         let (postgres, redis) = (self.postgres.as_ref(), self.redis.as_ref());
         let folder = self.folder.path();
-        self.server = up(&self.program, folder, self.address, postgres, redis)?.0;
+        self.server = up(&self.setup.program, folder, self.address, postgres, redis)?.0;
         Ok(())
     }
 
     /// Worker processes of our server, whoever knows of them.
     fn processes(&self) -> BTreeSet<u32> {
         let server = format!("http://{}", self.address);
-        let all = std::fs::read_dir("/proc").into_iter().flatten();
-        let all = all.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
-        all.filter(|pid: &u32| {
-            let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-            let words: Vec<&[u8]> = line.split(|byte| *byte == 0).collect();
+        processes_with(|words| {
             words.contains(&&b"worker"[..])
                 && words.contains(&server.as_bytes())
                 && !words.contains(&GUEST.as_bytes())
         })
-        .collect()
+    }
+
+    /// What handlers have started and did not end.
+    fn started(&self) -> BTreeSet<u32> {
+        processes_with(|words| words.contains(&self.mark.as_bytes()))
     }
 
     /// Waits until all is as it should be.
@@ -390,7 +524,7 @@ impl World {
         if !self.server.wait()?.success() {
             self.report.violations.push("the server did not end in good order".into());
         }
-        let left = self.processes();
+        let left: BTreeSet<u32> = self.processes().union(&self.started()).copied().collect();
         if !left.is_empty() {
             self.report.violations.push(format!("processes are left: {left:?}"));
             left.into_iter().for_each(|pid| signal(pid, Signal::KILL));
@@ -410,7 +544,7 @@ impl World {
         let running: BTreeSet<u32> =
             running.filter_map(|worker| worker["pid"].as_u64()?.try_into().ok()).collect();
         let processes = self.processes();
-        if running.len() != self.workers || running != processes {
+        if running.len() != self.setup.workers || running != processes {
             return format!("workers {running:?}, processes {processes:?}");
         }
         while let Some(id) = self.jobs.last() {
@@ -423,6 +557,10 @@ impl World {
                 other => return format!("the job {id}: {other:?}"),
             }
         }
+        let started = self.started();
+        if !started.is_empty() && self.setup.lie.is_none() {
+            return format!("what handlers started is left: {started:?}");
+        }
         String::new()
     }
 }
@@ -433,8 +571,20 @@ impl Drop for World {
             let _ = child.kill();
             let _ = child.wait();
         }
-        self.processes().into_iter().for_each(|pid| signal(pid, Signal::KILL));
+        let left = self.processes().into_iter().chain(self.started());
+        left.for_each(|pid| signal(pid, Signal::KILL));
     }
+}
+
+/// Processes with such a command line.
+fn processes_with(is_it: impl Fn(&[&[u8]]) -> bool) -> BTreeSet<u32> {
+    let all = std::fs::read_dir("/proc").into_iter().flatten();
+    let all = all.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    all.filter(|pid: &u32| {
+        let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        is_it(&line.split(|byte| *byte == 0).collect::<Vec<_>>())
+    })
+    .collect()
 }
 
 fn signal(pid: u32, signal: Signal) {

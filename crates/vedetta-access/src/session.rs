@@ -48,6 +48,8 @@ pub enum Proof {
     Session,
     /// They have a token.
     Token,
+    /// They have a token that a server lent to all that it started.
+    Lent,
 }
 
 /// Somebody has signed in.
@@ -159,8 +161,26 @@ impl Access {
         })
     }
 
-    /// Whose session it is.
+    /// Whose session it is; with that it is in use.
     pub fn by_session(&self, id: &str, now: SystemTime) -> Result<Option<Identity>, AccessError> {
+        self.session(id, now, true)
+    }
+
+    /// The same of somebody who only listens: that is no use of it, and one that is idle ends.
+    pub fn by_idle_session(
+        &self,
+        id: &str,
+        now: SystemTime,
+    ) -> Result<Option<Identity>, AccessError> {
+        self.session(id, now, false)
+    }
+
+    fn session(
+        &self,
+        id: &str,
+        now: SystemTime,
+        is_use: bool,
+    ) -> Result<Option<Identity>, AccessError> {
         if id.len() > LONGEST_PROOF {
             return Ok(None);
         }
@@ -181,7 +201,7 @@ impl Access {
         if now >= seen + IDLE || now >= created + LONGEST {
             return Ok(None);
         }
-        if now >= seen + SEEN {
+        if is_use && now >= seen + SEEN {
             self.seen("UPDATE session SET seen = ?2 WHERE hash = ?1", hash, now);
         }
         let expires = Some((created + LONGEST).min(now + IDLE));
@@ -200,7 +220,7 @@ impl Access {
                 lent.used = now;
                 self.seen("UPDATE lent SET used = ?2 WHERE hash = ?1", hash, now);
             }
-            return Ok(Some(Identity { name, role, proof: Proof::Token, expires: None }));
+            return Ok(Some(Identity { name, role, proof: Proof::Lent, expires: None }));
         }
         let found = {
             let connection = self.inner.read.lock();

@@ -94,6 +94,12 @@ fn a_session_ends_when_it_is_idle_old_or_signed_out() {
     assert!(lives(&idle, start + 16 * HOUR - 2 * MINUTE), "it was used meanwhile");
     assert!(!lives(&idle, start + 24 * HOUR), "it was not for eight hours");
 
+    let listening = sign_in(&access, "anna", start).unwrap();
+    let listens =
+        |at: SystemTime| access.by_idle_session(listening.reveal(), at).unwrap().is_some();
+    assert!(listens(start + 8 * HOUR - MINUTE));
+    assert!(!listens(start + 8 * HOUR), "to listen is no use of it");
+
     let used = sign_in(&access, "anna", start).unwrap();
     for hour in 1..24 {
         assert!(lives(&used, start + hour * HOUR), "{hour}");

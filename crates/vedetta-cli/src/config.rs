@@ -6,7 +6,7 @@ mod watch;
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::num::NonZeroU64;
+use std::num::{NonZeroU32, NonZeroU64};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
@@ -129,6 +129,11 @@ pub(crate) enum ConfigError {
     NoStream,
     #[error("queue.{0}: {1}")]
     Stream(String, String),
+    #[error(
+        "queue.{0}.nats.max-ack-pending is {1}, and one worker has {2} slots: give what all workers that share the \
+         durable have together"
+    )]
+    AckPending(String, NonZeroU32, NonZeroU32),
     #[error("queue.{0}.{1} is for streams: it goes with queue.{0}.nats")]
     OnlyStreams(String, &'static str),
     #[error("periodic.{0}: the queue {1:?} is a stream, which keeps no time")]
@@ -256,6 +261,7 @@ pub(crate) enum JobsAt {
 pub(crate) struct Http {
     pub(crate) listen: SocketAddr,
     pub(crate) hosts: Vec<String>,
+    connections: NonZeroU32,
     tls_cert: Option<PathBuf>,
     tls_key: Option<PathBuf>,
     insecure: bool,
@@ -323,7 +329,9 @@ impl Default for Store {
 impl Default for Http {
     fn default() -> Self {
         let listen = ([127, 0, 0, 1], 7070).into();
-        Self { listen, hosts: Vec::new(), tls_cert: None, tls_key: None, insecure: false }
+        let connections = NonZeroU32::new(1024).unwrap_or(NonZeroU32::MIN);
+        let (hosts, tls_cert, tls_key) = (Vec::new(), None, None);
+        Self { listen, hosts, connections, tls_cert, tls_key, insecure: false }
     }
 }
 
@@ -334,6 +342,14 @@ impl Default for Auth {
 }
 
 impl Http {
+    /// How much of the server clients may take.
+    pub(crate) fn limits(&self) -> vedetta::dashboard::Limits {
+        let connections = usize::try_from(self.connections.get()).unwrap_or(usize::MAX);
+        // Nobody has so many streams that others, or they themselves, cannot ask for anything.
+        let streams = (connections / 2).max(1);
+        vedetta::dashboard::Limits { connections, streams, ..Default::default() }
+    }
+
     /// How to speak TLS, if at all.
     pub(crate) fn tls(&self) -> Result<Option<TlsFiles>, ConfigError> {
         match (&self.tls_cert, &self.tls_key) {
@@ -596,7 +612,7 @@ mod tests {
         assert_eq!(Config::parse(EXAMPLE), Ok(Config::default()));
         let keys = example.values().map(|table| table.as_table().unwrap().len()).sum::<usize>();
         assert_eq!(
-            keys, 16,
+            keys, 17,
             "all but keep-age, otlp, TLS, watchers and what jobs are declared, which are off"
         );
     }
@@ -677,8 +693,21 @@ mod tests {
     }
 
     #[test]
+    fn half_of_the_connections_may_be_streams_of_one_caller() {
+        let limits = |text: &str| {
+            let limits = Config::parse(text).unwrap().http.limits();
+            (limits.connections, limits.streams)
+        };
+        let own = vedetta::dashboard::Limits::default();
+        assert_eq!(limits(""), (own.connections, own.streams));
+        assert_eq!(limits("[http]\nconnections = 5000"), (5000, 2500));
+        assert_eq!(limits("[http]\nconnections = 1"), (1, 1));
+    }
+
+    #[test]
     fn unknown_keys_and_bad_values_are_refused_with_their_line() {
         for (text, line, message) in [
+            ("[http]\nconnections = 0", 2, "nonzero"),
             ("[http]\nlisten = '127.0.0.1:1'\ncolor = 'red'", 3, "color"),
             ("[colors]", 1, "colors"),
             ("[store]\n\nquota = '8 parsecs'", 3, "is not a size"),

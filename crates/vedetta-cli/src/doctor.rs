@@ -11,6 +11,7 @@ use serde::{Serialize, Serializer};
 use vedetta::access::Access;
 use vedetta::db::postgres::Postgres;
 use vedetta::db::{self, DataFolder};
+use vedetta::jobs::jetstream::{self, JetStream};
 use vedetta::kv;
 use vedetta::telemetry::Settings;
 
@@ -95,8 +96,10 @@ impl Doctor {
             http_port(addresses.http, holder.as_deref(), config.http.tls()?.is_some()),
             etcd_port(addresses.etcd, holder.as_deref(), config.etcd.tls()?.is_some()),
         ];
-        if let JobsAt::Postgres(url) = config.jobs.at()? {
-            checks.push(jobs(&url));
+        match config.jobs.at()? {
+            JobsAt::Postgres(url) => checks.push(jobs(&url)),
+            JobsAt::Nats(url) => checks.extend(streams(&url, &config.streams()?)),
+            JobsAt::Embedded => {}
         }
         checks.extend(config.telemetry()?.map(|settings| telemetry(&settings)));
         checks.extend(PROGRAMS.map(|(program, package)| optional(program, package)));
@@ -255,6 +258,31 @@ fn jobs(url: &str) -> Check {
         Ok(()) => Check::ok("jobs.url", "can be reached"),
         Err(error) => Check::broken("jobs.url", format!("{error:#}")),
     }
+}
+
+/// The NATS of `jobs.url`, and what of it can lose jobs.
+fn streams(url: &str, streams: &[jetstream::Options]) -> Vec<Check> {
+    let look = |options: &jetstream::Options| -> anyhow::Result<Vec<String>> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        Ok(runtime.block_on(JetStream::risks(url, options))?)
+    };
+    let mut checks = Vec::new();
+    for options in streams {
+        let name = format!("queue.{}", options.queue);
+        match look(options) {
+            Ok(risks) => {
+                checks.extend(risks.into_iter().map(|risk| Check::note(name.clone(), risk)));
+            }
+            Err(error) => checks.push(Check::broken(name, format!("{error:#}"))),
+        }
+    }
+    // Of every stream of a server the same is said.
+    let mut seen = std::collections::HashSet::new();
+    checks.retain(|check| seen.insert(check.detail.clone()));
+    if checks.iter().all(|check| check.state != State::Broken) {
+        checks.insert(0, Check::ok("jobs.url", "can be reached"));
+    }
+    checks
 }
 
 /// Whether those who are to sign in can.

@@ -98,7 +98,7 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
     if let Some(tls) = tls {
         endpoint = endpoint.tls(tls);
     }
-    let api = Api::new(store.clone()).ending(ending.clone());
+    let api = Api::new(store.clone()).ending(ending.clone()).limits(config.http.limits());
     let (api, ledger, streams, keeper) = open_jobs(config, db, api).await?;
     // What our workers do is seen, too. In the file alone nobody else settles anything.
     let observed = match config.jobs.at()? {

@@ -10,7 +10,7 @@ use serde_json::json;
 use ureq::http::Method;
 use vedetta::fleet::bus::State;
 use vedetta::fleet::roster::Status;
-use vedetta::fleet::wire::{CommandInfo, Commands, Mood, WorkerInfo, Workers};
+use vedetta::fleet::wire::{CommandInfo, Commands, Mood, SupervisorInfo, WorkerInfo, Workers};
 
 use crate::client::{Client, ClientError, Remote, encode};
 use crate::config::Time;
@@ -76,7 +76,7 @@ enum Command {
 
 #[derive(Debug, Args)]
 struct How {
-    /// Wait until it is obeyed; a stop, until the worker is gone; a restart, until all are replaced
+    /// Wait until it is obeyed; a stop and a terminate, until the workers are gone; a restart, until all are replaced
     #[arg(long)]
     wait: bool,
     /// Not to be obeyed after that [default: 60s]
@@ -119,20 +119,20 @@ impl Worker {
             }
             Command::Start { queue, count, how } => {
                 let body = json!({ "queue": queue, "count": count });
-                ("/api/v1/workers".to_owned(), Some(body), how, None)
+                ("/api/v1/workers".to_owned(), Some(body), how, false)
             }
-            Command::Stop { id, how } => (path(&id, "stop"), None, how, Some(id)),
-            Command::Pause { id, how } => (path(&id, "pause"), None, how, None),
-            Command::Resume { id, how } => (path(&id, "resume"), None, how, None),
-            Command::Terminate { how } => ("/api/v1/workers/terminate".into(), None, how, None),
-            Command::Restart { how } => ("/api/v1/workers/restart".into(), None, how, None),
+            Command::Stop { id, how } => (path(&id, "stop"), None, how, true),
+            Command::Pause { id, how } => (path(&id, "pause"), None, how, false),
+            Command::Resume { id, how } => (path(&id, "resume"), None, how, false),
+            Command::Terminate { how } => ("/api/v1/workers/terminate".into(), None, how, true),
+            Command::Restart { how } => ("/api/v1/workers/restart".into(), None, how, false),
         };
         let client = Client::new(&self.remote)?;
         let ttl = how.ttl.map(|ttl| format!("?ttl_ms={}", ttl.as_millis())).unwrap_or_default();
         let path = format!("{path}{ttl}");
         let is_restart = path.contains("/restart");
         let is_one = !path.contains("/terminate") && !is_restart;
-        let before = if how.wait && is_restart { supervised(&client)? } else { BTreeSet::new() };
+        let before = if how.wait && is_restart { there(&client)? } else { BTreeSet::new() };
         let mut commands = if is_one {
             vec![client.ask::<CommandInfo>(Method::POST, &path, body)?]
         } else {
@@ -142,11 +142,13 @@ impl Worker {
             for command in &mut commands {
                 wait(&client, command)?;
             }
-            if let Some(id) = leaves {
-                wait_for_end(&client, &id)?;
-            }
-            if is_restart && commands.iter().all(|it| matches!(it.state, State::Applied)) {
-                wait_for_others(&client, &before)?;
+            let obeyed = commands.iter().filter(|it| matches!(it.state, State::Applied));
+            let obeyed: BTreeSet<&str> = obeyed.map(|it| it.target.as_str()).collect();
+            // Those of who did not obey go on.
+            if is_restart {
+                wait_for_others(&client, &before, &obeyed)?;
+            } else if leaves {
+                wait_for_end(&client, &obeyed)?;
             }
         }
         match self.remote.output {
@@ -176,55 +178,98 @@ fn wait(client: &Client, command: &mut CommandInfo) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Until it works no more, however long what runs takes.
-fn wait_for_end(client: &Client, id: &str) -> anyhow::Result<()> {
+/// Whether a worker, or its supervisor, is among those that obeyed.
+fn is_of(worker: &WorkerInfo, obeyed: &BTreeSet<&str>) -> bool {
+    let supervisor = worker.supervisor.as_ref().map(|name| format!("supervisor:{name}"));
+    let by_it = supervisor.is_some_and(|name| obeyed.contains(name.as_str()));
+    by_it || obeyed.contains(format!("worker:{}", worker.id).as_str())
+}
+
+/// Whether a worker may still work. One that speaks to another server than we do is heard of late, and seems silent.
+fn is_there(worker: &WorkerInfo, all: &Workers) -> bool {
+    let is_elsewhere = |boss: &SupervisorInfo| {
+        worker.supervisor.as_ref() == Some(&boss.name) && boss.report.is_none() && !is_gone(boss)
+    };
+    match worker.status {
+        Status::Stopped => false,
+        Status::Silent => all.supervisors.iter().any(is_elsewhere),
+        Status::Running | Status::Paused | Status::Stopping => true,
+    }
+}
+
+/// Until none of those who obeyed works any more, nor of their workers, however long what runs takes.
+fn wait_for_end(client: &Client, obeyed: &BTreeSet<&str>) -> anyhow::Result<()> {
     loop {
         let all: Workers = client.get("/api/v1/workers")?;
-        let worker = all.workers.iter().find(|worker| worker.id == id);
-        if worker.is_none_or(|worker| matches!(worker.status, Status::Stopped | Status::Silent)) {
+        let is_told_again = |boss: &&SupervisorInfo| {
+            let is_asked = obeyed.contains(format!("supervisor:{}", boss.name).as_str());
+            is_asked && boss.report.is_some() && !boss.halted
+        };
+        if let Some(boss) = all.supervisors.iter().find(is_told_again) {
+            let name = output::one_line(&boss.name);
+            anyhow::bail!("not ended: the supervisor {name} was told to start workers again");
+        }
+        if !all.workers.iter().any(|worker| is_of(worker, obeyed) && is_there(worker, &all)) {
             return Ok(());
         }
         sleep(OFTEN);
     }
 }
 
-/// The workers that supervisors have now.
-fn supervised(client: &Client) -> anyhow::Result<BTreeSet<String>> {
+/// The workers that there are now and that are not part of a server.
+fn there(client: &Client) -> anyhow::Result<BTreeSet<String>> {
     let all: Workers = client.get("/api/v1/workers")?;
-    let theirs = all.workers.into_iter().filter(|worker| {
-        worker.supervisor.is_some() && !matches!(worker.status, Status::Stopped | Status::Silent)
-    });
-    Ok(theirs.map(|worker| worker.id).collect())
+    let there = all.workers.iter().filter(|worker| is_there(worker, &all) && !worker.inside);
+    Ok(there.map(|worker| worker.id.clone()).collect())
 }
 
-/// Until none of these is left and their supervisors have others, however long what runs takes.
-fn wait_for_others(client: &Client, before: &BTreeSet<String>) -> anyhow::Result<()> {
+/// A supervisor that was not heard of for so long does not go on with what it was told.
+const GONE: Duration = Duration::from_secs(60);
+
+fn is_gone(supervisor: &SupervisorInfo) -> bool {
+    Duration::from_millis(supervisor.seen_ms) > GONE
+}
+
+/// Until those who obeyed have none of these left, and others in their place, however long what runs takes. Supervisors that
+/// were not asked, or are gone, hold nobody up.
+fn wait_for_others(
+    client: &Client,
+    before: &BTreeSet<String>,
+    obeyed: &BTreeSet<&str>,
+) -> anyhow::Result<()> {
     loop {
         let all: Workers = client.get("/api/v1/workers")?;
-        let moods: Vec<_> =
-            all.supervisors.iter().filter_map(|it| Some((it, it.report.as_ref()?.state))).collect();
-        if let Some((failing, _)) = moods.iter().find(|(_, mood)| *mood == Mood::CrashLooping) {
-            let name = output::one_line(&failing.name);
-            anyhow::bail!("not replaced: new workers of the supervisor {name} end again and again");
-        }
-        let is_left = |worker: &WorkerInfo| {
-            before.contains(&worker.id)
-                && !matches!(worker.status, Status::Stopped | Status::Silent)
-        };
-        let has_them = |name: &str, wanted: u32| {
+        let asked = obeyed.iter().filter_map(|target| target.strip_prefix("supervisor:"));
+        let mut is_whole = true;
+        for name in asked {
+            let found = all.supervisors.iter().find(|it| it.name == name && !is_gone(it));
+            let Some(found) = found else {
+                anyhow::bail!("not replaced: the supervisor {} is gone", output::one_line(name));
+            };
+            // It speaks to another server: of what it is at only its workers are seen here.
+            let Some(report) = &found.report else { continue };
             let of_it = |worker: &&WorkerInfo| {
                 worker.supervisor.as_deref() == Some(name)
                     && matches!(worker.status, Status::Running | Status::Paused)
             };
-            all.workers.iter().filter(of_it).count() >= wanted as usize
+            is_whole &= match report.state {
+                Mood::Running => all.workers.iter().filter(of_it).count() >= report.wanted as usize,
+                Mood::Terminated | Mood::Stopping => {
+                    let name = output::one_line(name);
+                    anyhow::bail!("not replaced: the supervisor {name} ends its workers");
+                }
+                Mood::Restarting | Mood::Starting => false,
+                Mood::CrashLooping => {
+                    let name = output::one_line(name);
+                    anyhow::bail!(
+                        "not replaced: new workers of the supervisor {name} end again and again"
+                    );
+                }
+            };
+        }
+        let is_left = |worker: &WorkerInfo| {
+            before.contains(&worker.id) && is_of(worker, obeyed) && is_there(worker, &all)
         };
-        let is_whole = moods.iter().all(|(it, mood)| match mood {
-            Mood::Running => {
-                has_them(&it.name, it.report.as_ref().map_or(0, |report| report.wanted))
-            }
-            Mood::Terminated => true,
-            Mood::Restarting | Mood::CrashLooping => false,
-        });
         if is_whole && !all.workers.iter().any(is_left) {
             return Ok(());
         }
@@ -287,7 +332,8 @@ pub(crate) fn list(out: &mut impl Write, all: &Workers) -> std::io::Result<()> {
         .map(|supervisor| {
             let report = supervisor.report.as_ref();
             let state = report.map(|report| serde_json::to_value(report.state).unwrap_or_default());
-            let state = state.as_ref().and_then(serde_json::Value::as_str).unwrap_or("elsewhere");
+            let state = state.as_ref().and_then(serde_json::Value::as_str);
+            let state = state.unwrap_or(if supervisor.halted { "terminated" } else { "elsewhere" });
             let size = |report: &vedetta::fleet::wire::ReportInfo| {
                 format!("{} ({}…{})", report.wanted, report.min, report.max)
             };

@@ -11,16 +11,22 @@ let waiting = new Map();
 let drawing = false;
 let paused = false;
 let lost = null;
+let signedOut = false;
 
 export function on(event, handler) {
   handlers.push([event, handler]);
 }
 
 function say() {
-  const state = lost === null ? (paused ? "paused" : "live") : "waiting";
+  const state = signedOut ? "signed out" : lost === null ? (paused ? "paused" : "live") : "waiting";
   line.hidden = false;
   line.dataset.state = state;
-  line.textContent = { live: "live", paused: `paused, ${waiting.size} waiting`, waiting: "no connection, trying again" }[state];
+  line.textContent = {
+    live: "live",
+    paused: `paused, ${waiting.size} waiting`,
+    waiting: "no connection, trying again",
+    "signed out": "signed out: load the page again to sign in",
+  }[state];
   document.body.classList.toggle("stale", lost !== null && Date.now() - lost > 5000);
 }
 
@@ -39,6 +45,7 @@ const about = {
   job: (data) => data.id,
   queue: (data) => data.name,
   worker: (data) => data.id,
+  supervisor: (data) => data.name,
   stage: (data) => `${data.entity} ${data.stage}`,
   watcher: (data) => data.name,
   kv: (data) => data.revision,
@@ -46,6 +53,7 @@ const about = {
 
 function take({ state, event, data }) {
   if (state !== undefined) {
+    signedOut = state === "signed out";
     lost = state === "live" ? null : (lost ?? Date.now());
     say();
     return;

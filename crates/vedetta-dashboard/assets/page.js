@@ -25,6 +25,7 @@ const derived = {
   took: (job) => took(job),
   note: (job) => (job.status === "running" ? job.message : (job.status !== "done" && job.error) || job.message),
   percent: (job) => `${Math.round(job.progress * 100)} %`,
+  process: ({ pid, host }) => (pid > 0 && host ? `${pid} on ${host}` : ""),
 };
 
 // How a value is shown.
@@ -131,7 +132,8 @@ function tell(job) {
   if (told.size > 1000) told.clear();
 }
 
-const one = byId("job");
+// A page that shows what is hidden elsewhere stays as it is.
+const one = document.querySelector("#job:not([data-still])");
 
 // JSON whose numbers stay as they were written, where the browser can do that.
 function exact(text) {
@@ -221,13 +223,61 @@ function change(changes) {
 
 const each = (kind, name) => (thing) => row(kind, name(thing)).forEach((node) => fill(node, thing));
 
+// The buttons of a new row are for it.
+function address(tr, id) {
+  for (const form of tr.querySelectorAll("form")) {
+    form.setAttribute("action", form.getAttribute("action").replace("%7Bid%7D", () => encodeURIComponent(id)));
+  }
+  for (const node of tr.querySelectorAll("[aria-label]")) {
+    node.setAttribute("aria-label", node.getAttribute("aria-label").replace("{id}", () => id));
+  }
+}
+
 function worker(thing) {
   const table = byId("workers");
-  if (table === null || row("worker", thing.id).length > 0) return;
-  const tr = clone("worker-row");
-  tr.dataset.worker = thing.id;
-  fill(tr, thing);
-  table.append(tr);
+  if (table === null) return;
+  if (thing.gone) return row("worker", thing.id).forEach((node) => node.remove());
+  if (row("worker", thing.id).length === 0) {
+    const tr = clone("worker-row");
+    tr.dataset.worker = thing.id;
+    address(tr, thing.id);
+    table.append(tr);
+    begun("workers");
+    byId("workers-there").hidden = false;
+  }
+  for (const tr of row("worker", thing.id)) {
+    fill(tr, thing);
+    tr.querySelector("[data-beats]").hidden = !thing.beats;
+  }
+}
+
+function supervisor({ name, host, halted, report, gone }) {
+  const table = byId("supervisors");
+  if (table === null) return;
+  if (gone) return row("supervisor", name).forEach((node) => node.remove());
+  if (row("supervisor", name).length === 0) {
+    const tr = clone("supervisor-row");
+    tr.dataset.supervisor = name;
+    table.append(tr);
+    byId("kept").hidden = false;
+  }
+  const failure = report?.last_exit === undefined ? "" : `${report.last_exit}\n${report.stderr ?? ""}`;
+  const shown = {
+    place: `${name} on ${host}`,
+    state: report?.state ?? (halted ? "terminated" : "elsewhere"),
+    queues: (report?.queues ?? []).join(", "),
+    balance: report?.balance ?? "",
+    wanted: String(report?.wanted ?? ""),
+    bounds: report === undefined ? "" : `${report.min} to ${report.max}`,
+    failure,
+  };
+  for (const tr of row("supervisor", name)) {
+    fill(tr, shown);
+    tr.querySelector('[data-f="failure"]').hidden = failure === "";
+  }
+  const choice = byId("start-queue");
+  const known = new Set([...choice.options].map(({ value }) => value));
+  for (const queue of report?.queues ?? []) if (!known.has(queue)) choice.append(new Option(queue));
 }
 
 // What is wrong with the ids of a watcher: read when it changes, once a second at most.
@@ -266,13 +316,31 @@ function pace(stage) {
 
 on("job", job);
 on("queue", each("queue", (queue) => queue.name));
-on("worker", each("worker", (worker) => worker.id));
 on("worker", worker);
+on("supervisor", supervisor);
 on("stage", pace);
 on("watcher", (watcher) => row("watcher", watcher.name).forEach((node) => (watcher.gone ? gone(node) : fill(node, watcher))));
 on("watcher", troubles);
 on("kv", ({ changes }) => change(changes));
 on("stats", stats);
+
+// The same as they are listed.
+function everybody({ workers, supervisors }) {
+  for (const it of workers) {
+    worker({ ...it, queue: it.queues.join(", "), jobs: it.running.length, capacity: it.slots.capacity, silent_ms: it.seen_ms, beats: true });
+  }
+  const known = new Set(workers.map(({ id }) => id));
+  for (const tr of document.querySelectorAll("[data-worker]")) {
+    // Who only takes jobs is not listed.
+    const beats = tr.querySelector("[data-beats]")?.hidden === false;
+    if (beats && !known.has(tr.dataset.worker)) worker({ id: tr.dataset.worker, gone: true });
+  }
+  const there = new Set(supervisors.map(({ name }) => name));
+  for (const { dataset } of document.querySelectorAll("[data-supervisor]")) {
+    if (!there.has(dataset.supervisor)) supervisor({ name: dataset.supervisor, gone: true });
+  }
+  supervisors.forEach(supervisor);
+}
 
 // What may have changed before the stream began, or was missed, is read anew.
 async function refresh() {
@@ -288,6 +356,7 @@ async function refresh() {
     query.set("limit", jobs.dataset.limit);
     reads.push(ask(`jobs?${query}`).then((list) => list.jobs.forEach(job)));
   }
+  if (page === "workers") reads.push(ask("workers").then(everybody));
   if (page === "watchers") reads.push(ask("watchers").then(({ watchers }) => watchers.forEach(each("watcher", ({ name }) => name))));
   await Promise.all(reads);
 }

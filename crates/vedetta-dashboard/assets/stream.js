@@ -19,13 +19,16 @@ function open() {
   if (source !== null) return;
   source = new EventSource("/api/v1/events");
   source.addEventListener("open", () => say("live"));
-  source.addEventListener("error", () => {
+  source.addEventListener("error", async () => {
     say("waiting");
     if (source.readyState !== EventSource.CLOSED) return; // it comes back by itself
     source = null;
+    const session = await fetch("/api/v1/session").catch(() => null);
+    // Trying on would not help; a page that is loaded anew does.
+    if (session?.status === 401) return say("signed out");
     setTimeout(open, 1000 + Math.random() * 1000);
   });
-  for (const event of ["hello", "reset", "job", "queue", "worker", "stage", "watcher", "kv", "stats"]) {
+  for (const event of ["hello", "reset", "job", "queue", "worker", "supervisor", "stage", "watcher", "kv", "stats"]) {
     source.addEventListener(event, ({ data }) => {
       if (event === "hello") hello = data;
       tell({ event, data });

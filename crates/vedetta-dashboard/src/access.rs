@@ -3,6 +3,7 @@
 //! A route that is not in the table is not there: what nobody declared, nobody reaches.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry as Place;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -100,6 +101,8 @@ pub(crate) struct Caller {
     pub(crate) name: String,
     pub(crate) role: Role,
     pub(crate) kind: Kind,
+    /// Stands for many: whoever reaches the port, or all that the server started.
+    pub(crate) is_many: bool,
     /// What forms and scripts of the page must send along with what changes anything; tokens need none.
     pub(crate) csrf: Option<String>,
     pub(crate) expires: Option<SystemTime>,
@@ -121,9 +124,10 @@ impl Caller {
     fn new(identity: Identity, csrf: Option<String>) -> Self {
         let (kind, name) = match identity.proof {
             Proof::Session => (Kind::Session, identity.name),
-            Proof::Token => (Kind::Token, format!("token:{}", identity.name)),
+            Proof::Token | Proof::Lent => (Kind::Token, format!("token:{}", identity.name)),
         };
-        Self { name, role: identity.role, kind, csrf, expires: identity.expires }
+        let is_many = identity.proof == Proof::Lent;
+        Self { name, role: identity.role, kind, is_many, csrf, expires: identity.expires }
     }
 }
 
@@ -180,6 +184,51 @@ pub(crate) struct Door {
     pub(crate) throttle: Mutex<Throttle>,
     pub(crate) turns: Arc<Semaphore>,
     pub(crate) audit: mpsc::Sender<Entry>,
+    pub(crate) streams: Arc<Streams>,
+}
+
+/// How many streams each caller has, and whether it was logged that they are too many.
+#[derive(Debug, Default)]
+pub(crate) struct Streams(parking_lot::Mutex<HashMap<String, (usize, bool)>>);
+
+/// One of them, while it lives.
+#[derive(Debug)]
+pub(crate) struct Seat {
+    of: Arc<Streams>,
+    name: String,
+}
+
+impl Streams {
+    /// Nothing if that one has so many already.
+    pub(crate) fn seat(self: &Arc<Self>, name: &str, most: usize) -> Option<Seat> {
+        let mut taken = self.0.lock();
+        let (count, is_told) = taken.get(name).copied().unwrap_or_default();
+        if count >= most {
+            if !is_told {
+                tracing::warn!(
+                    caller = name,
+                    most,
+                    "further streams are refused: raise http.connections"
+                );
+                taken.insert(name.to_owned(), (count, true));
+            }
+            return None;
+        }
+        taken.insert(name.to_owned(), (count + 1, is_told));
+        Some(Seat { of: Arc::clone(self), name: name.to_owned() })
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        let mut taken = self.of.0.lock();
+        if let Place::Occupied(mut place) = taken.entry(std::mem::take(&mut self.name)) {
+            place.get_mut().0 -= 1;
+            if place.get().0 == 0 {
+                place.remove();
+            }
+        }
+    }
 }
 
 impl Door {
@@ -201,6 +250,7 @@ impl Door {
             throttle: Mutex::new(Throttle::new(TRIES, WINDOW)),
             turns: Arc::new(Semaphore::new(AT_ONCE)),
             audit,
+            streams: Arc::default(),
         })
     }
 
@@ -231,6 +281,19 @@ impl Door {
 
     /// Who asks, by what comes with the request. A token counts alone.
     pub(crate) fn caller(&self, headers: &HeaderMap) -> Result<Option<Caller>, ApiError> {
+        self.find(headers, Access::by_session)
+    }
+
+    /// Who listens still, by what came with the request.
+    pub(crate) fn listener(&self, headers: &HeaderMap) -> Result<Option<Caller>, ApiError> {
+        self.find(headers, Access::by_idle_session)
+    }
+
+    fn find(
+        &self,
+        headers: &HeaderMap,
+        by_session: fn(&Access, &str, SystemTime) -> Result<Option<Identity>, AccessError>,
+    ) -> Result<Option<Caller>, ApiError> {
         let cookie = self.cookie_of(headers);
         let Some(access) = self.access.as_ref().filter(|_| self.signs_in) else {
             let ours = cookie.filter(|value| *value == self.anyone.reveal());
@@ -238,6 +301,7 @@ impl Door {
                 name: "local".into(),
                 role: Role::Admin,
                 kind: Kind::Local,
+                is_many: true,
                 csrf: Some(csrf(ours.unwrap_or(self.anyone.reveal()))),
                 expires: None,
             }));
@@ -251,7 +315,7 @@ impl Door {
             return Ok(identity.map(|identity| Caller::new(identity, None)));
         }
         let Some(id) = cookie else { return Ok(None) };
-        let identity = access.by_session(id, now)?;
+        let identity = by_session(access, id, now)?;
         Ok(identity.map(|identity| Caller::new(identity, Some(csrf(id)))))
     }
 

@@ -71,6 +71,11 @@ pub(crate) struct Watched {
 pub struct Limits {
     /// Connections at once; further ones wait to be accepted.
     pub connections: usize,
+    /// Streams at once of one caller; further ones are refused. Those who share a name, whoever is local and all that the
+    /// server started, have all connections but an eighth.
+    pub streams: usize,
+    /// Whether somebody may still listen to a stream is looked up this often, where people sign in.
+    pub recheck: Duration,
     /// Time for the TLS handshake.
     pub handshake: Duration,
     /// Time to send the head of a request, and how long a connection may be silent before it.
@@ -83,10 +88,19 @@ pub struct Limits {
     pub stall: Duration,
 }
 
+impl Limits {
+    /// Streams at once of those who share a name. The rest is for what they ask beside them, and for others.
+    pub(crate) fn shared_streams(&self) -> usize {
+        (self.connections - self.connections / 8).max(self.streams)
+    }
+}
+
 impl Default for Limits {
     fn default() -> Self {
         Self {
             connections: 1024,
+            streams: 512,
+            recheck: Duration::from_secs(15),
             handshake: Duration::from_secs(5),
             head: Duration::from_secs(10),
             body: Duration::from_secs(30),
@@ -308,7 +322,7 @@ fn work(route: Route) -> Route {
 }
 
 /// The same with a parameter that needs more.
-fn more(parameter: &'static str, needs: Needs, route: Route) -> Route {
+pub(crate) fn more(parameter: &'static str, needs: Needs, route: Route) -> Route {
     Route { more: Some((parameter, needs)), ..route }
 }
 
@@ -359,13 +373,13 @@ pub(crate) fn routes() -> Vec<Route> {
         post(Operator, "/api/v1/workers/restart", workers::restart),
         work(delete(Operator, "/api/v1/workers/{id}", workers::leave)),
         work(post(Operator, "/api/v1/workers/{id}/beat", workers::beat)),
-        get(Viewer, "/api/v1/workers/{id}/wake", workers::wake),
+        get(Operator, "/api/v1/workers/{id}/wake", workers::wake),
         post(Operator, "/api/v1/workers/{id}/stop", workers::stop),
         post(Operator, "/api/v1/workers/{id}/pause", workers::pause),
         post(Operator, "/api/v1/workers/{id}/resume", workers::resume),
         work(delete(Operator, "/api/v1/supervisors/{name}", workers::retire)),
         work(post(Operator, "/api/v1/supervisors/{name}/beat", workers::supervise)),
-        get(Viewer, "/api/v1/supervisors/{name}/wake", workers::wake_supervisor),
+        get(Operator, "/api/v1/supervisors/{name}/wake", workers::wake_supervisor),
         get(Viewer, "/api/v1/commands/{id}", workers::command),
         post(Admin, "/api/v1/compact", compact),
         get(Viewer, "/api/v1/overview", live::overview),
@@ -492,6 +506,35 @@ mod tests {
     use hyper_util::service::TowerToHyperService;
 
     use super::*;
+
+    /// The route of the API that does what a form does.
+    fn counterpart(method: &str, path: &str) -> Option<(&'static str, String)> {
+        Some(match (method, path) {
+            // It sets a cookie of the browser, and nothing here.
+            ("POST", "/theme") => return None,
+            ("POST", "/failed/retry") => ("POST", "/api/v1/jobs/retry".into()),
+            ("POST", "/workers/start") => ("POST", "/api/v1/workers".into()),
+            ("POST", "/jobs/{id}/delete") => ("DELETE", "/api/v1/jobs/{id}".into()),
+            ("POST", path) => ("POST", format!("/api/v1{path}")),
+            ("GET", "/" | "/insights") => ("GET", "/api/v1/stats".into()),
+            ("GET", "/failed") => ("GET", "/api/v1/jobs".into()),
+            // What it looks like is everybody's.
+            ("GET", path) if path.starts_with("/assets/") => return None,
+            (_, path) => ("GET", format!("/api/v1{path}")),
+        })
+    }
+
+    #[test]
+    fn a_page_and_its_forms_need_what_the_api_needs_for_the_same() {
+        let api = routes();
+        for page in page::routes() {
+            let Some((method, path)) = counterpart(page.method, page.path) else { continue };
+            let route = api.iter().find(|route| route.method == method && route.path == path);
+            let route = route.unwrap_or_else(|| panic!("{} has no {method} {path}", page.path));
+            assert_eq!(page.needs, route.needs, "{} {}", page.method, page.path);
+            assert_eq!(page.more, route.more, "{} {}", page.method, page.path);
+        }
+    }
 
     #[tokio::test]
     async fn a_route_that_is_planted_without_a_declaration_is_not_reached() {

@@ -9,19 +9,26 @@
 //! of its own (the `Host` shows it), from another origin (`Sec-Fetch-Site` and `Origin` show it), and never knows
 //! the token that belongs to a session. Programs send none of these and are not held up; a bearer token is
 //! nothing that a browser adds by itself, so whoever sends one is a program.
+//!
+//! A stream outlives the request that opened it, so who listens is asked for again and again: it ends with the
+//! right to it.
 
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
-use axum::body::{Body, to_bytes};
+use axum::body::{Body, BodyDataStream, to_bytes};
 use axum::extract::{MatchedPath, Request, State};
 use axum::http::uri::Authority;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse as _, Response};
+use bytes::Bytes;
+use futures_util::{StreamExt as _, stream};
+use tokio::time::{Instant, Interval, MissedTickBehavior, interval_at};
 use vedetta_access::{Entry, Outcome, Role, same};
 
-use crate::access::{Caller, Door, Ends, Kind, Needs, Rule, Table, csrf};
+use crate::access::{Caller, Door, Ends, Kind, Needs, Rule, Seat, Table, csrf};
 use crate::api::Context;
 use crate::error::ApiError;
 use crate::input::{encode, fields};
@@ -73,9 +80,14 @@ pub(crate) async fn check(State(guard): State<Guard>, request: Request, next: Ne
     let ends = request.extensions().get::<Ends>().copied();
     let source = ends.map_or_else(|| "?".to_owned(), |ends| ends.source());
     let about = About::of(&request);
+    let proof = proof(request.headers());
     let mut response = match guard.admit(request, ends).await {
         Ok(Admitted { request, rule, caller, notes }) => {
             let response = next.run(request).await;
+            let response = match &caller {
+                Some(caller) if is_stream(&response) => guard.hold(response, caller, proof),
+                _ => response,
+            };
             if let (true, Some(caller)) = (notes, &caller) {
                 let ok = response.status().as_u16() < 400;
                 let outcome = if ok { Outcome::Done } else { Outcome::Failed };
@@ -105,6 +117,52 @@ pub(crate) async fn check(State(guard): State<Guard>, request: Request, next: Ne
         response.headers_mut().insert(header::CACHE_CONTROL, kept);
     }
     response
+}
+
+/// What says who somebody is.
+fn proof(headers: &HeaderMap) -> HeaderMap {
+    let says = [header::AUTHORIZATION, header::COOKIE];
+    let kept = says.iter().flat_map(|name| {
+        headers.get_all(name).iter().map(move |value| (name.clone(), value.clone()))
+    });
+    kept.collect()
+}
+
+fn is_stream(response: &Response) -> bool {
+    let kind = response.headers().get(header::CONTENT_TYPE);
+    kind.is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
+}
+
+/// A stream on its way to somebody.
+struct Held {
+    body: BodyDataStream,
+    door: Arc<Door>,
+    caller: Caller,
+    proof: HeaderMap,
+    again: Interval,
+    _seat: Seat,
+}
+
+impl Held {
+    async fn next(mut self) -> Option<(Result<Bytes, axum::Error>, Self)> {
+        loop {
+            tokio::select! {
+                biased;
+                _ = self.again.tick(), if self.door.signs_in => if !self.may_go_on() {
+                    return None;
+                },
+                piece = self.body.next() => return Some((piece?, self)),
+            }
+        }
+    }
+
+    /// Whether who listens is who they were, and may do no less. Where that cannot be told they come back, and hear why.
+    fn may_go_on(&self) -> bool {
+        let now = self.door.listener(&self.proof);
+        now.is_ok_and(|now| {
+            now.is_some_and(|now| now.name == self.caller.name && now.role >= self.caller.role)
+        })
+    }
 }
 
 /// What is left of a request when it is gone.
@@ -196,6 +254,31 @@ fn stranger(error: ApiError) -> Refused {
 }
 
 impl Guard {
+    /// The stream, for as long as its listener may have it; refused if they have too many.
+    fn hold(&self, response: Response, caller: &Caller, proof: HeaderMap) -> Response {
+        let Context { door, limits, .. } = &self.context;
+        let most = if caller.is_many { limits.shared_streams() } else { limits.streams };
+        let Some(seat) = door.streams.seat(&caller.name, most) else {
+            let message = format!("{} has {most} streams already", caller.name);
+            return ApiError::new(StatusCode::TOO_MANY_REQUESTS, "too_many", message)
+                .hint("close some, or raise http.connections, of which these are a part")
+                .into_response();
+        };
+        let every = limits.recheck.max(Duration::from_millis(1));
+        let mut again = interval_at(Instant::now() + every, every);
+        again.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let (parts, body) = response.into_parts();
+        let held = Held {
+            body: body.into_data_stream(),
+            door: Arc::clone(door),
+            caller: caller.clone(),
+            proof,
+            again,
+            _seat: seat,
+        };
+        Response::from_parts(parts, Body::from_stream(stream::unfold(held, Held::next)))
+    }
+
     async fn admit(
         &self,
         mut request: Request,

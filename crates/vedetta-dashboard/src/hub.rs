@@ -29,6 +29,7 @@ use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use vedetta_core::{JobState, KeyRange};
+use vedetta_fleet::wire::SupervisorInfo;
 use vedetta_jobs::{Filter, JobId, Ledger as _};
 use vedetta_kv::{Batch, Change, Event as KvEvent, WatchOptions, Watcher};
 
@@ -38,7 +39,7 @@ use crate::input::Query;
 use crate::json::Text;
 use crate::live::{JobRow, Overview};
 use crate::observe::Observed;
-use crate::{stages, watchers};
+use crate::{redact, stages, watchers};
 
 /// Events that are kept for who comes back, and their bytes.
 const KEPT: usize = 4096;
@@ -63,7 +64,7 @@ const COUNTED: Duration = Duration::from_secs(5);
 const NEWEST: u32 = 100;
 const RUNNING: u32 = 200;
 const LEFT: usize = 100;
-/// Queues, watchers, stages and workers of which changes are told.
+/// Queues, watchers, stages, supervisors and workers of which changes are told.
 const ROWS: usize = 200;
 /// Changes of keys that one event tells.
 const KEYS: usize = 50;
@@ -76,6 +77,7 @@ pub(crate) enum Topic {
     Job,
     Queue,
     Worker,
+    Supervisor,
     Stage,
     Watcher,
     Kv,
@@ -83,14 +85,23 @@ pub(crate) enum Topic {
 }
 
 impl Topic {
-    const ALL: [Self; 7] =
-        [Self::Job, Self::Queue, Self::Worker, Self::Stage, Self::Watcher, Self::Kv, Self::Stats];
+    const ALL: [Self; 8] = [
+        Self::Job,
+        Self::Queue,
+        Self::Worker,
+        Self::Supervisor,
+        Self::Stage,
+        Self::Watcher,
+        Self::Kv,
+        Self::Stats,
+    ];
 
     fn word(self) -> &'static str {
         match self {
             Self::Job => "job",
             Self::Queue => "queue",
             Self::Worker => "worker",
+            Self::Supervisor => "supervisor",
             Self::Stage => "stage",
             Self::Watcher => "watcher",
             Self::Kv => "kv",
@@ -388,6 +399,17 @@ impl Keys {
     }
 }
 
+/// Supervisors by name, without what changes with every beat.
+fn supervisors(context: &Context) -> Vec<(String, Value)> {
+    let all = context.fleet.as_ref().map(vedetta_fleet::Fleet::supervisors).unwrap_or_default();
+    let row = |one: SupervisorInfo| {
+        let (name, mut row) = (one.name.clone(), json!(redact::supervisor(one)));
+        row.as_object_mut().and_then(|row| row.remove("seen_ms"));
+        (name, row)
+    };
+    all.into_iter().map(row).collect()
+}
+
 /// A change of a key, its value cut short.
 fn told(event: &KvEvent) -> Value {
     #[derive(Serialize)]
@@ -478,13 +500,14 @@ impl Look<'_> {
         }
         let mut rows: BTreeMap<(Topic, String), Value> = BTreeMap::new();
         let mut overview = None;
+        let live = &self.context.live;
+        let workers = live.workers();
         if let Some(observed) = observed
             && let Ok(counts) = observed.queues().await
         {
             observed.counted(&counts);
-            let live = &self.context.live;
-            let queues: Vec<_> = counts.into_iter().map(|counts| live.queue(counts)).collect();
-            overview = Some(Overview::new(&self.context.store, live, &queues));
+            let queues = live.with_rates(counts, &workers);
+            overview = Some(Overview::with(&self.context.store, live, &queues, &workers));
             for queue in queues.into_iter().take(ROWS) {
                 let name = queue.name.clone();
                 rows.insert((Topic::Queue, name), json!(queue));
@@ -493,12 +516,14 @@ impl Look<'_> {
         for watcher in watchers::rows(self.context).into_iter().take(ROWS) {
             rows.insert((Topic::Watcher, watcher["name"].to_string()), watcher);
         }
+        for (name, supervisor) in supervisors(self.context).into_iter().take(ROWS) {
+            rows.insert((Topic::Supervisor, name), supervisor);
+        }
         if is_full {
             for stage in stages::rows(self.context).await.into_iter().take(ROWS) {
                 let name = format!("{} {}", stage["entity"], stage["stage"]);
                 rows.insert((Topic::Stage, name), stage);
             }
-            let workers = self.context.live.workers();
             for worker in workers.into_iter().take(ROWS) {
                 rows.insert((Topic::Worker, worker.id.clone()), json!(worker));
             }
@@ -507,13 +532,18 @@ impl Look<'_> {
             }
         }
         let known = self.known.get_or_insert_default();
-        // What another process told of goes with it.
+        // What another process told of goes with it; workers are not looked at each time.
         known.retain(|place, row| {
-            let is_gone = place.0 == Topic::Watcher && !rows.contains_key(place);
-            if is_gone {
-                hub.tell(Topic::Watcher, &json!({ "name": row["name"], "gone": true }));
+            let by = match place.0 {
+                Topic::Watcher | Topic::Supervisor => "name",
+                Topic::Worker if is_full => "id",
+                _ => return true,
+            };
+            let is_there = rows.contains_key(place);
+            if !is_there {
+                hub.tell(place.0, &json!({ by: row[by], "gone": true }));
             }
-            !is_gone
+            is_there
         });
         for (place, row) in rows {
             if !is_first && known.get(&place) != Some(&row) {
@@ -534,8 +564,8 @@ impl Look<'_> {
             );
         }
         if is_full {
-            let overview = overview
-                .unwrap_or_else(|| Overview::new(&self.context.store, &self.context.live, &[]));
+            let overview =
+                overview.unwrap_or_else(|| Overview::new(&self.context.store, live, &[]));
             hub.tell(Topic::Stats, &overview);
         }
     }

@@ -89,8 +89,9 @@ impl From<WorkerInfo> for WorkerRow {
 impl Live {
     /// Who works: those that beat, and those that only took jobs from this server in the last minute.
     pub(crate) fn workers(&self) -> Vec<WorkerRow> {
-        let known = self.fleet.as_ref().map(|fleet| fleet.list().workers).unwrap_or_default();
-        let mut rows: Vec<WorkerRow> = known.into_iter().map(WorkerRow::from).collect();
+        let known = self.fleet.as_ref().map(Fleet::workers).unwrap_or_default();
+        let known = known.into_iter().map(redact::worker);
+        let mut rows: Vec<WorkerRow> = known.map(WorkerRow::from).collect();
         let Some(observed) = &self.observed else { return rows };
         for seen in observed.workers() {
             let (queue, jobs) = (seen.queue.to_string(), u64::from(seen.holds));
@@ -123,29 +124,29 @@ impl Live {
         rows
     }
 
-    /// A queue with what its numbers alone do not tell.
-    pub(crate) fn queue(&self, counts: QueueCounts) -> QueueInfo {
-        let mut info = QueueInfo::from(counts);
-        if let Some(observed) = &self.observed {
+    /// Queues with what their numbers alone do not tell.
+    pub(crate) fn with_rates(
+        &self,
+        counts: Vec<QueueCounts>,
+        workers: &[WorkerRow],
+    ) -> Vec<QueueInfo> {
+        let mut queues: Vec<QueueInfo> = counts.into_iter().map(QueueInfo::from).collect();
+        let Some(observed) = &self.observed else { return queues };
+        for info in &mut queues {
             let ours =
                 |worker: &&WorkerRow| worker.is_there() && worker.queues.contains(&info.name);
-            let slots = self
-                .workers()
-                .iter()
-                .filter(ours)
-                .filter_map(|worker| worker.capacity)
-                .sum::<u32>();
-            info.capacity = slots.into();
+            let slots = workers.iter().filter(ours).filter_map(|worker| worker.capacity);
+            info.capacity = slots.sum::<u32>().into();
             (info.done_per_minute, info.failed_per_minute) = observed.last_minute(Some(&info.name));
         }
-        info
+        queues
     }
 
     /// Every queue.
     pub(crate) async fn queues(&self) -> Result<Vec<QueueInfo>, JobsError> {
         let Some(observed) = &self.observed else { return Ok(Vec::new()) };
         let counts = observed.queues().await?;
-        Ok(counts.into_iter().map(|counts| self.queue(counts)).collect())
+        Ok(self.with_rates(counts, &self.workers()))
     }
 }
 
@@ -185,11 +186,20 @@ pub(crate) struct JobsNow {
 
 impl Overview {
     pub(crate) fn new(store: &Store, live: &Live, queues: &[QueueInfo]) -> Self {
+        Self::with(store, live, queues, &live.workers())
+    }
+
+    /// The same where it is known who works.
+    pub(crate) fn with(
+        store: &Store,
+        live: &Live,
+        queues: &[QueueInfo],
+        workers: &[WorkerRow],
+    ) -> Self {
         let status = store.status();
         let sum = |of: fn(&QueueInfo) -> u64| queues.iter().map(of).sum();
         let (done_per_minute, failed_per_minute) =
             live.observed.as_ref().map_or((0, 0), |observed| observed.last_minute(None));
-        let workers: Vec<WorkerRow> = live.workers();
         let workers: Vec<&WorkerRow> = workers.iter().filter(|worker| worker.is_there()).collect();
         let capacity: u32 = workers.iter().filter_map(|worker| worker.capacity).sum();
         Self {

@@ -226,8 +226,8 @@ async fn jobs(context: &Context, all: &mut Numbers) {
         "Whether the database of the jobs answered.",
         u64::from(answered.is_ok()),
     );
-    let queues = answered.unwrap_or_default().into_iter().map(|counts| context.live.queue(counts));
-    let queues = bounded(queues.collect());
+    let live = &context.live;
+    let queues = bounded(live.with_rates(answered.unwrap_or_default(), &live.workers()));
     let states: [(&str, Of); 6] = [
         ("ready", |queue| queue.ready),
         ("scheduled", |queue| queue.scheduled),

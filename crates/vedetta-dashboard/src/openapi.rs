@@ -345,7 +345,7 @@ const OPERATIONS: &[Operation] = &[
     },
     removes(
         "/api/v1/supervisors/{name}",
-        "A supervisor is gone, in good order",
+        "A supervisor is gone, in good order; one that gave no sign of life is forgotten, with what it was told",
         "WorkerGone",
         &["422", "503"],
     ),
@@ -515,6 +515,10 @@ impl Operation {
         }
         for status in self.errors.iter().chain(&["default"]) {
             responses.insert((*status).into(), json!({ "$ref": "#/components/responses/Error" }));
+        }
+        if self.answers == EVENTS {
+            // One caller has so many.
+            responses.insert("429".into(), json!({ "$ref": "#/components/responses/Error" }));
         }
         let mut described = json!({ "summary": self.summary, "responses": responses });
         if !parameters.is_empty() {
@@ -952,7 +956,13 @@ fn workers() -> Schemas {
         ("version", text()),
         ("status", one("WorkerStatus")),
         ("inside", said(flag(), "it is part of a server, and ends with it")),
-        ("birth?", said(text(), "tells its process from a later one of the same number")),
+        (
+            "birth?",
+            said(
+                text(),
+                "tells its process from a later one of the same number; for its supervisor",
+            ),
+        ),
         ("slots", slots()),
         ("running", said(list(&whole()), "ids of jobs")),
         ("note?", said(text(), "how it ended, or why it is about to")),
@@ -1032,7 +1042,17 @@ fn fleet() -> Schemas {
             ("min", whole()),
             ("max", whole()),
             ("wanted", said(whole(), "workers it wants now")),
-            ("state", words(&["running", "restarting", "crash-looping", "terminated"])),
+            (
+                "state",
+                words(&[
+                    "starting",
+                    "running",
+                    "restarting",
+                    "crash-looping",
+                    "terminated",
+                    "stopping",
+                ]),
+            ),
             ("last_exit?", said(text(), "how its last worker that failed ended")),
             ("stderr?", said(text(), "the last that one wrote")),
         ]);
@@ -1054,6 +1074,7 @@ fn fleet() -> Schemas {
             answer(&[
                 ("name", text()),
                 ("host", text()),
+                ("halted", said(flag(), "it starts no workers until it is told to")),
                 ("report?", answer(&of_report(Vec::new()))),
                 ("seen_ms", whole()),
             ]),
@@ -1065,6 +1086,7 @@ fn fleet() -> Schemas {
                 ("commands", list(&one("HandedCommand"))),
                 ("workers", list(&one("Worker"))),
                 ("queues", list(&answer(&depth))),
+                ("halted", said(flag(), "it was told to start no workers, maybe before it began")),
                 ("silent_ms", said(whole(), "a worker not seen for so long is silent")),
                 ("beat_ms", whole()),
             ]),
@@ -1089,6 +1111,7 @@ fn general() -> Schemas {
         "not_json",
         "quota",
         "too_large",
+        "too_many",
         "too_slow",
         "unauthorized",
         "unavailable",

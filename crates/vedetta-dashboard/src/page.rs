@@ -29,14 +29,14 @@ use maud::{DOCTYPE, Markup, html};
 use self::assets::asset;
 use crate::access::Needs::{Anyone, Operator, Viewer};
 use crate::access::{Caller, Kind};
-use crate::api::{Route, get, post};
+use crate::api::{Route, get, more, post};
 use crate::error::ApiError;
 
 pub(crate) fn routes() -> Vec<Route> {
     vec![
         get(Viewer, "/", overview::page),
         get(Viewer, "/jobs", jobs::list),
-        get(Viewer, "/jobs/{id}", jobs::show),
+        more("reveal", Operator, get(Viewer, "/jobs/{id}", jobs::show)),
         post(Operator, "/jobs/{id}/retry", actions::retry),
         post(Operator, "/jobs/{id}/cancel", actions::cancel),
         post(Operator, "/jobs/{id}/delete", actions::delete),
@@ -113,6 +113,8 @@ struct Visit {
     csrf: String,
     /// Who has signed in, where people do.
     name: Option<String>,
+    /// They may see what is hidden, if they ask.
+    may_reveal: bool,
 }
 
 /// The name of the cookie that keeps the theme.
@@ -144,6 +146,7 @@ impl<S: Send + Sync> FromRequestParts<S> for Visit {
             },
             here,
             notice: said.and_then(actions::notice),
+            may_reveal: caller.is_some_and(|caller| caller.may(Operator)),
             csrf: caller.and_then(|caller| caller.csrf.clone()).unwrap_or_default(),
             name: caller
                 .filter(|caller| caller.kind == Kind::Session)

@@ -50,7 +50,7 @@ pub(crate) async fn list(
 ) -> Result<Json<Queues>, ApiError> {
     query.end()?;
     let counts = ledger(&context)?.queues().await?;
-    let queues = counts.into_iter().map(|counts| context.live.queue(counts)).collect();
+    let queues = context.live.with_rates(counts, &context.live.workers());
     Ok(Json(Queues { queues }))
 }
 

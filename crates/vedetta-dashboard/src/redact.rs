@@ -5,6 +5,7 @@
 //! keeps honest mistakes off the screen, and is no way to keep secrets in payloads.
 
 use serde_json::value::RawValue;
+use vedetta_fleet::wire::{SupervisorInfo, WorkerInfo, Workers};
 use vedetta_jobs::{Job, Json};
 
 /// Instead of a value.
@@ -28,12 +29,43 @@ const NAMES: [&str; 10] = [
 pub(crate) fn job(mut job: Job) -> Job {
     hide(&mut job.payload);
     job.result.iter_mut().for_each(hide);
-    for shown in job.error.iter_mut().chain(&mut job.message).chain([&mut job.log]) {
-        if let Some(hidden) = text(shown) {
-            *shown = hidden;
-        }
-    }
+    job.error.iter_mut().chain(&mut job.message).chain([&mut job.log]).for_each(hide_in);
     job
+}
+
+/// Whether anything of a job is hidden from people.
+pub(crate) fn has_secrets(job: &Job) -> bool {
+    let mut texts = job.error.iter().chain(&job.message).chain([&job.log]);
+    let mut values = job.result.iter().chain([&job.payload]);
+    values.any(|value| json(value.get()).is_some()) || texts.any(|shown| text(shown).is_some())
+}
+
+/// Everybody who works, as people see them: what processes wrote before their ends may have anything in it.
+pub(crate) fn workers(mut all: Workers) -> Workers {
+    all.workers = all.workers.into_iter().map(worker).collect();
+    all.supervisors = all.supervisors.into_iter().map(supervisor).collect();
+    all
+}
+
+/// A worker as people see it.
+pub(crate) fn worker(mut one: WorkerInfo) -> WorkerInfo {
+    one.note.iter_mut().for_each(hide_in);
+    one
+}
+
+/// A supervisor as people see it.
+pub(crate) fn supervisor(mut one: SupervisorInfo) -> SupervisorInfo {
+    if let Some(report) = &mut one.report {
+        report.last_exit.iter_mut().chain(&mut report.stderr).for_each(hide_in);
+    }
+    one
+}
+
+/// Hides what is to be hidden in a text.
+pub(crate) fn hide_in(shown: &mut String) {
+    if let Some(hidden) = text(shown) {
+        *shown = hidden;
+    }
 }
 
 fn hide(value: &mut Json) {

@@ -18,6 +18,7 @@ use crate::api::Context;
 use crate::error::ApiError;
 use crate::input::Query;
 use crate::json::{Json, millis};
+use crate::redact;
 
 /// The queues that are shown.
 pub(crate) struct Stages {
@@ -162,7 +163,16 @@ pub(crate) async fn parked(
 ) -> Result<Vec<Record>, ApiError> {
     let which = Which { stage: Some(stage.into()), parked: true, ..Which::default() };
     let queues = queues(context, entity, Some(stage)).await?;
-    Ok(queues.list(entity, &which, limit).await?.records)
+    let mut records = queues.list(entity, &which, limit).await?.records;
+    let errors = records.iter_mut().filter_map(|record| record.error.as_mut());
+    errors.for_each(redact::hide_in);
+    Ok(records)
+}
+
+/// An error as people see it.
+fn shown(mut error: Option<String>) -> Option<String> {
+    error.iter_mut().for_each(redact::hide_in);
+    error
 }
 
 #[derive(Serialize)]
@@ -200,7 +210,7 @@ impl From<Record> for Entry {
             state,
             due_in_ms: record.due_in.map(millis),
             failures: record.failures,
-            error: record.error,
+            error: shown(record.error),
             age_ms: millis(record.age),
         }
     }

@@ -14,6 +14,7 @@ use crate::api::{Context, Watched};
 use crate::error::ApiError;
 use crate::input::Query;
 use crate::json::Json;
+use crate::redact;
 
 #[derive(Serialize)]
 struct Listed {
@@ -34,7 +35,7 @@ struct Watcher {
 
 impl Watcher {
     fn ours(name: &str, watched: &Watched, context: &Context) -> Self {
-        let report = Report::of(&watched.handle);
+        let report = shown(Report::of(&watched.handle));
         // Looked at after the watcher, which is never ahead.
         let stands = watched.is_here.then(|| context.store.revision().0);
         let behind = stands.map(|stands| stands.saturating_sub(report.revision));
@@ -43,8 +44,14 @@ impl Watcher {
 
     fn told(name: String, told: &Told) -> Self {
         let process = told::parts(&name).map(|(_, process)| process.to_owned());
-        Self { name, process, report: told.report.clone(), behind: None }
+        Self { name, process, report: shown(told.report.clone()), behind: None }
     }
+}
+
+/// How a watcher is, as people see it: errors may have anything in them.
+fn shown(mut report: Report) -> Report {
+    report.last_error.iter_mut().for_each(redact::hide_in);
+    report
 }
 
 /// Ours, then those that other processes tell of.
@@ -132,13 +139,18 @@ enum Found<'a> {
 
 impl Found<'_> {
     fn troubles(&self, limit: usize) -> Vec<TroubleReport> {
-        match self {
+        let mut troubles: Vec<TroubleReport> = match self {
             Self::Ours(watched) => {
                 let troubles = watched.handle.troubles(limit).into_iter();
                 troubles.map(|(id, trouble)| TroubleReport::new(&id, trouble)).collect()
             }
             Self::Told(_, _, told) => told.troubles.iter().take(limit).cloned().collect(),
+        };
+        for trouble in &mut troubles {
+            let unreadable = trouble.unreadable.iter_mut().map(|bad| &mut bad.error);
+            trouble.error.iter_mut().chain(unreadable).for_each(redact::hide_in);
         }
+        troubles
     }
 }
 

@@ -4,7 +4,6 @@
 //! to beat at once.
 
 use std::convert::Infallible;
-use std::pin::Pin;
 use std::time::Duration;
 
 use axum::body::Body;
@@ -17,13 +16,14 @@ use futures_util::stream;
 use tokio::time::sleep;
 use vedetta_fleet::bus::TTL;
 use vedetta_fleet::wire::{Beat, CommandInfo, Commands, Gone, Heard, Report, Start, Told, Workers};
-use vedetta_fleet::{Fleet, FleetError, Order, Target};
+use vedetta_fleet::{Fleet, FleetError, Order, Target, Wakes};
 use vedetta_jobs::check_name;
 
 use crate::api::Context;
 use crate::error::ApiError;
 use crate::input::{JsonBody, Query};
 use crate::json::Json;
+use crate::redact;
 
 /// How long a command may be asked to wait, in milliseconds.
 const TTLS: std::ops::RangeInclusive<u64> = 100..=86_400_000;
@@ -84,7 +84,7 @@ pub(crate) async fn list(
     query: Query,
 ) -> Result<Json<Workers>, ApiError> {
     query.end()?;
-    Ok(Json(fleet(&context)?.list()))
+    Ok(Json(redact::workers(fleet(&context)?.list())))
 }
 
 pub(crate) async fn start(
@@ -179,7 +179,7 @@ pub(crate) async fn retire(
 
 /// Says when a command may wait for a worker: a message without anything in it, `command`.
 pub(crate) async fn wake(context: State<Context>, Named(id): Named, query: Query) -> Stream {
-    wakes(context, Target::worker(&id), query)
+    wakes(context, &Target::worker(&id), query)
 }
 
 /// The same for a supervisor.
@@ -188,48 +188,35 @@ pub(crate) async fn wake_supervisor(
     Named(name): Named,
     query: Query,
 ) -> Stream {
-    wakes(context, Target::supervisor(&name), query)
+    wakes(context, &Target::supervisor(&name), query)
 }
 
 type Stream = Result<Response, ApiError>;
 
-fn wakes(State(context): State<Context>, target: Target, query: Query) -> Stream {
+fn wakes(State(context): State<Context>, target: &Target, query: Query) -> Stream {
     query.end()?;
-    let fleet = fleet(&context)?.clone();
-    if !fleet.knows(&target) {
-        return Err(ApiError::not_found("nobody of this name has given a sign of life"));
-    }
-    let bell = Bell { fleet, target, coming: None, context };
+    // From now on, and not from when the client has read this much.
+    let wakes = fleet(&context)?.listen(target)?;
+    let bell = Bell { wakes, context };
     let body = Body::from_stream(stream::unfold(bell, Bell::next));
     Ok(([(header::CONTENT_TYPE, "text/event-stream")], body).into_response())
 }
 
 struct Bell {
-    fleet: Fleet,
-    target: Target,
-    coming: Option<Coming>,
+    wakes: Wakes,
     context: Context,
 }
 
-type Coming = Pin<Box<dyn Future<Output = Result<(), FleetError>> + Send>>;
-
 impl Bell {
     async fn next(mut self) -> Option<(Result<Bytes, Infallible>, Self)> {
-        let mut coming = self.coming.take().unwrap_or_else(|| {
-            let (fleet, target) = (self.fleet.clone(), self.target.clone());
-            Box::pin(async move { fleet.woken(&target).await })
-        });
         let message = tokio::select! {
             () = self.context.stop.cancelled() => return None,
-            woken = &mut coming => match woken {
+            woken = self.wakes.next() => match woken {
                 Ok(()) => "event: command\ndata: {}\n\n",
                 // It is known no more.
                 Err(_) => return None,
             },
-            () = sleep(self.context.limits.sign_of_life) => {
-                self.coming = Some(coming);
-                ":\n\n"
-            }
+            () = sleep(self.context.limits.sign_of_life) => ":\n\n",
         };
         Some((Ok(Bytes::from_static(message.as_bytes())), self))
     }

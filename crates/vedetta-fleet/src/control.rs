@@ -78,9 +78,10 @@ impl Control for Fleet {
         target: &Target,
         tell: &(dyn Fn() + Send + Sync),
     ) -> Result<(), ControlError> {
+        let mut wakes = Self::listen(self, target)?;
         loop {
             tell();
-            self.woken(target).await?;
+            wakes.next().await?;
         }
     }
 

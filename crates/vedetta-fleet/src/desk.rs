@@ -18,8 +18,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use parking_lot::Mutex;
-use tokio::sync::Notify;
 use tokio::sync::broadcast::error::RecvError;
+use tokio::sync::watch;
 use tokio::time::{MissedTickBehavior, interval, interval_at};
 use tokio_util::task::AbortOnDropHandle;
 use vedetta_core::explain;
@@ -29,8 +29,8 @@ use crate::bus::{Bus, BusError, CommandId, Order, Taken, Target, Wake};
 use crate::host::{host_name, is_gone, now_ms};
 use crate::roster::{Roster, RosterError, Status, SupervisorRecord, WorkerRecord};
 use crate::wire::{
-    Beat, CommandInfo, Depth, Handed, Heard, LONGEST_NOTE, Report, ReportInfo, SlotsUsed, Stamp,
-    SupervisorInfo, Told, WorkerInfo, Workers,
+    Beat, CommandInfo, Depth, Handed, Heard, LONGEST_NOTE, Mood, Report, ReportInfo, SlotsUsed,
+    Stamp, SupervisorInfo, Told, WorkerInfo, Workers,
 };
 
 /// What was only heard is written this often.
@@ -47,6 +47,10 @@ const MOST_NAMES: usize = 1_000;
 const MOST_UNTOLD: usize = 1_000;
 /// The longest name of a host or a version.
 const LONGEST: usize = 255;
+/// The longest id of a command; ours are shorter.
+const LONGEST_ID: usize = 64;
+/// The last moment that is shown, in milliseconds: the end of the year 9999.
+const LAST_MS: u64 = 253_402_300_799_999;
 
 /// Why something was not done.
 #[derive(Debug, thiserror::Error)]
@@ -141,15 +145,28 @@ struct Entry {
 struct Boss {
     host: String,
     report: Option<Report>,
+    /// It was told to end its workers, and nothing since. Outlives its process.
+    halted: bool,
+    /// The same, as it is on the disk.
+    kept: bool,
     seen: Instant,
     line: Line,
+}
+
+impl Boss {
+    fn is_alive(&self, silent: Duration) -> bool {
+        // What it says to another server is written, and read here, now and then.
+        let late = if self.report.is_none() { WRITE * 2 } else { Duration::ZERO };
+        self.seen.elapsed() <= silent + late
+    }
 }
 
 /// How somebody hears of commands.
 struct Line {
     /// A command may wait.
     hint: bool,
-    bell: Arc<Notify>,
+    /// Heard by all who listen: none takes it from another.
+    bell: watch::Sender<()>,
     /// It speaks to this server, and what it said is not written.
     unwritten: bool,
 }
@@ -157,14 +174,14 @@ struct Line {
 impl Default for Line {
     fn default() -> Self {
         // What was put before it came nobody told.
-        Self { hint: true, bell: Arc::default(), unwritten: false }
+        Self { hint: true, bell: watch::Sender::new(()), unwritten: false }
     }
 }
 
 impl Line {
     fn ring(&mut self) {
         self.hint = true;
-        self.bell.notify_one();
+        self.bell.send_replace(());
     }
 }
 
@@ -211,7 +228,7 @@ fn millis(duration: Duration) -> u64 {
 }
 
 fn time(millis: u64) -> SystemTime {
-    let time = SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(millis));
+    let time = SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(millis.min(LAST_MS)));
     time.unwrap_or(SystemTime::UNIX_EPOCH)
 }
 
@@ -219,16 +236,15 @@ fn back(ago: Duration) -> Instant {
     Instant::now().checked_sub(ago).unwrap_or_else(Instant::now)
 }
 
-/// Its end, if it is too long.
-fn tail(text: String) -> String {
-    if text.len() <= LONGEST_NOTE {
+/// What a process wrote, as it can be kept: its last lines, if it is too long, and no NUL, which PostgreSQL has no place
+/// for. Of a line that would have to be cut nothing is kept: what makes a secret of the rest may be missing.
+pub(crate) fn tail(text: String) -> String {
+    let text = if text.contains('\0') { text.replace('\0', "\u{fffd}") } else { text };
+    let Some(from) = text.len().checked_sub(LONGEST_NOTE).filter(|from| *from > 0) else {
         return text;
-    }
-    let mut from = text.len() - LONGEST_NOTE;
-    while !text.is_char_boundary(from) {
-        from += 1;
-    }
-    text[from..].to_owned()
+    };
+    let end = text.bytes().skip(from - 1).position(|byte| byte == b'\n');
+    end.map_or_else(|| "…".to_owned(), |end| text[from + end..].to_owned())
 }
 
 fn check(what: &str, is_right: bool) -> Result<(), FleetError> {
@@ -240,6 +256,28 @@ fn check_names(queues: &[String]) -> Result<(), FleetError> {
     Ok(queues.iter().try_for_each(|queue| check_name("queue", queue))?)
 }
 
+/// Names of hosts, versions and the like.
+fn check_words(words: &[&str]) -> Result<(), FleetError> {
+    if words.iter().any(|word| word.len() > LONGEST || word.contains(char::is_control)) {
+        let why = format!(
+            "host, version, birth, instance and balance have {LONGEST} bytes at most, and no control characters"
+        );
+        return Err(FleetError::Invalid(why));
+    }
+    Ok(())
+}
+
+fn check_done(done: &[CommandId]) -> Result<(), FleetError> {
+    check("commands", done.len() <= MOST_NAMES)?;
+    let is_id = |id: &CommandId| {
+        id.0.len() <= LONGEST_ID && id.0.bytes().all(|byte| byte.is_ascii_alphanumeric())
+    };
+    if done.iter().all(is_id) {
+        return Ok(());
+    }
+    Err(FleetError::Invalid("what was done is told by the ids that commands came with".into()))
+}
+
 fn check_beat(id: &str, beat: &Beat) -> Result<(), FleetError> {
     check_name("worker", id)?;
     check_names(&beat.queues)?;
@@ -247,12 +285,8 @@ fn check_beat(id: &str, beat: &Beat) -> Result<(), FleetError> {
         check_name("supervisor", supervisor)?;
     }
     check("running jobs", beat.running.len() <= 10 * MOST_NAMES)?;
-    check("commands", beat.done.len() <= MOST_NAMES)?;
-    let texts = [Some(&beat.host), Some(&beat.version), beat.birth.as_ref()];
-    if texts.into_iter().flatten().any(|text| text.len() > LONGEST) {
-        let why = format!("host, version and birth have {LONGEST} characters at most");
-        return Err(FleetError::Invalid(why));
-    }
+    check_done(&beat.done)?;
+    check_words(&[&beat.host, &beat.version, beat.birth.as_deref().unwrap_or_default()])?;
     if matches!(beat.state, Status::Silent | Status::Stopped) {
         let why = "a worker that beats is running, paused or stopping";
         return Err(FleetError::Invalid(why.into()));
@@ -307,22 +341,12 @@ impl Fleet {
         Ok(self.desk.ended(&[(id.to_owned(), None)]).await > 0)
     }
 
-    /// Whether a worker or a supervisor has given a sign of life.
-    pub fn knows(&self, target: &Target) -> bool {
-        self.desk.book.lock().line(target).is_some()
-    }
-
-    /// Returns when there may be a command for a worker or a supervisor. What happens between two calls is
-    /// not lost.
-    pub async fn woken(&self, target: &Target) -> Result<(), FleetError> {
-        let bell = {
-            let mut book = self.desk.book.lock();
-            let line = book.line(target);
-            line.map(|line| Arc::clone(&line.bell))
-        };
+    /// Listens for commands for a worker or a supervisor, beside whoever else does.
+    pub fn listen(&self, target: &Target) -> Result<Wakes, FleetError> {
+        let mut book = self.desk.book.lock();
+        let line = book.line(target);
         let missing = || FleetError::NotFound(format!("nobody is called {:?}", target.key()));
-        bell.ok_or_else(missing)?.notified().await;
-        Ok(())
+        Ok(Wakes(line.ok_or_else(missing)?.bell.subscribe()))
     }
 
     /// A supervisor's sign of life.
@@ -330,7 +354,8 @@ impl Fleet {
         check_name("supervisor", name)?;
         check_names(&report.queues)?;
         check("ended workers", report.ended.len() <= MOST_NAMES)?;
-        check("commands", report.done.len() <= MOST_NAMES)?;
+        check_done(&report.done)?;
+        check_words(&[&report.host, &report.version, &report.instance, &report.balance])?;
         report.stderr = report.stderr.map(tail);
         report.last_exit = report.last_exit.map(tail);
         let done = std::mem::take(&mut report.done);
@@ -338,18 +363,28 @@ impl Fleet {
             .into_iter()
             .map(|ended| (ended.id, Some(ended.exit)))
             .collect();
-        let depths = report.depths;
-        let is_new = self.desk.note_boss(name, report)?;
-        if is_new {
-            let records = self.desk.bosses(Some(name));
+        let (depths, ends) = (report.depths, report.state == Mood::Stopping);
+        if report.state == Mood::Starting {
+            // The one before it may have been told something at another server.
+            self.desk.refresh(false).await?;
+        }
+        let Noted { is_new, is_told, halted } = self.desk.note_boss(name, report)?;
+        if is_told {
+            // Before anybody hears that it was obeyed.
+            self.desk.keep_told(|boss, _| boss == name).await?;
+        } else if is_new {
+            let records = self.desk.bosses(|boss, _| boss == name);
             if let Err(error) = self.desk.roster.save(&[], &records).await {
                 tracing::warn!(error = explain(&error), "a supervisor is not on the roster yet");
             }
         }
         self.desk.ended(&ended).await;
         self.desk.applied(done).await;
-        let commands = self.desk.take(&Target::supervisor(name)).await;
         let queues = if depths { self.desk.depths().await? } else { Vec::new() };
+        // They are taken once, so nothing may fail after it. Who ends obeys nothing more: what waits is for the next
+        // of its name.
+        let target = Target::supervisor(name);
+        let commands = if ends { Vec::new() } else { self.desk.take(&target).await };
         let silent = self.desk.silent();
         let book = self.desk.book.lock();
         // How those ended that did just now it may not know yet.
@@ -361,28 +396,39 @@ impl Fleet {
             commands,
             workers: workers.map(|entry| entry.info(silent)).collect(),
             queues,
+            halted,
             silent_ms: millis(silent),
             beat_ms: millis(self.desk.beat),
         })
     }
 
-    /// A supervisor is gone, in good order. Whether it was known.
+    /// A supervisor is gone, in good order; or it is for good, if it gave no sign of life. Whether it was known.
     pub async fn retired(&self, name: &str) -> Result<bool, FleetError> {
-        let was = self.desk.book.lock().supervisors.remove(name);
-        let Some(boss) = was else { return Ok(false) };
-        // So old that it is removed with the next look.
-        let gone = SupervisorRecord { name: name.into(), host: boss.host, seen: RETAINED };
+        let silent = self.desk.silent();
+        let gone = {
+            let mut book = self.desk.book.lock();
+            let Some(boss) = book.supervisors.get_mut(name) else { return Ok(false) };
+            // So old that it is removed with the next look; but what one that was there was told last is kept for the next.
+            let (host, halted) = (boss.host.clone(), boss.halted && boss.is_alive(silent));
+            let gone = SupervisorRecord { name: name.into(), host, halted, seen: RETAINED };
+            if halted {
+                (boss.report, boss.seen, boss.line.unwritten) = (None, back(RETAINED), false);
+            } else {
+                book.supervisors.remove(name);
+            }
+            gone
+        };
         self.desk.roster.save(&[], &[gone]).await?;
         Ok(true)
     }
 
-    /// Everybody.
-    pub fn list(&self) -> Workers {
-        let silent = self.desk.silent();
+    /// The supervisors.
+    pub fn supervisors(&self) -> Vec<SupervisorInfo> {
         let book = self.desk.book.lock();
         let supervisors = book.supervisors.iter().map(|(name, boss)| SupervisorInfo {
             name: name.clone(),
             host: boss.host.clone(),
+            halted: boss.halted,
             report: boss.report.as_ref().map(|report| ReportInfo {
                 state: report.state,
                 queues: report.queues.clone(),
@@ -395,11 +441,24 @@ impl Fleet {
             }),
             seen_ms: millis(boss.seen.elapsed()),
         });
-        let mut workers: Vec<WorkerInfo> =
-            book.workers.values().map(|entry| entry.info(silent)).collect();
+        supervisors.collect()
+    }
+
+    /// Everybody.
+    pub fn list(&self) -> Workers {
+        Workers { workers: self.workers(), supervisors: self.supervisors() }
+    }
+
+    /// The workers.
+    pub fn workers(&self) -> Vec<WorkerInfo> {
+        let silent = self.desk.silent();
+        let book = self.desk.book.lock();
+        // What tells their processes apart is for their supervisors alone.
+        let shown = |entry: &Entry| WorkerInfo { birth: None, ..entry.info(silent) };
+        let mut workers: Vec<WorkerInfo> = book.workers.values().map(shown).collect();
         // Those that are gone are seen last.
         workers.sort_by_key(|worker| matches!(worker.status, Status::Stopped | Status::Silent));
-        Workers { workers, supervisors: supervisors.collect() }
+        workers
     }
 
     /// Gives a worker a command: to stop, to pause or to resume.
@@ -448,13 +507,16 @@ impl Fleet {
         if names.is_empty() {
             return Err(FleetError::Conflict(NO_SUPERVISOR.into()));
         }
+        self.desk.tell_absent(&names, false).await?;
         let targets = names.iter().map(|name| Target::supervisor(name));
         self.put_all(targets.map(|target| (target, Order::Restart)), ttl).await
     }
 
-    /// Has every worker that is not part of a server end, and none started in its place.
+    /// Has every worker that is not part of a server end, and none started in its place; nor by a supervisor that is
+    /// away, when it is back.
     pub async fn terminate(&self, ttl: Duration) -> Result<Vec<CommandInfo>, FleetError> {
         let (names, silent) = (self.desk.alive(), self.desk.silent());
+        self.desk.tell_absent(&names, true).await?;
         let alone: Vec<Target> = {
             let book = self.desk.book.lock();
             let is_kept = |entry: &Entry| {
@@ -500,6 +562,28 @@ impl Fleet {
 
 const NO_SUPERVISOR: &str = "there is no supervisor: declare one as [supervisor.NAME] in the config file, \
      or run `vedetta supervise`";
+
+/// Hears when there may be a command.
+pub struct Wakes(watch::Receiver<()>);
+
+impl Wakes {
+    /// Returns when there may be one; what happens between two calls is not lost. An error when whoever is listened
+    /// for is known no more.
+    pub async fn next(&mut self) -> Result<(), FleetError> {
+        let gone = |_| FleetError::NotFound("nobody is called so any more".into());
+        self.0.changed().await.map_err(gone)
+    }
+}
+
+/// What a supervisor's report changed.
+struct Noted {
+    /// It is to be written at once.
+    is_new: bool,
+    /// What it was told last is not kept yet.
+    is_told: bool,
+    /// It was told to end its workers, maybe before it was started.
+    halted: bool,
+}
 
 impl Book {
     fn line(&mut self, target: &Target) -> Option<&mut Line> {
@@ -571,17 +655,22 @@ impl Desk {
         Ok(changed.then(|| entry.to_write()))
     }
 
-    /// Notes a supervisor's report. Whether it is new.
-    fn note_boss(&self, name: &str, report: Report) -> Result<bool, FleetError> {
+    /// Notes a supervisor's report.
+    fn note_boss(&self, name: &str, report: Report) -> Result<Noted, FleetError> {
         let silent = self.silent();
         let mut book = self.book.lock();
-        if !book.supervisors.contains_key(name) && book.supervisors.len() >= MOST {
-            let why = format!("there are {MOST} supervisors already");
-            return Err(FleetError::Conflict(why));
+        // Those that are gone, and whose last command is kept, are not in the way of others, up to as many again.
+        let known = || book.supervisors.values().filter(|boss| boss.report.is_some()).count();
+        let is_full = || known() >= MOST || book.supervisors.len() >= 2 * MOST;
+        if !book.supervisors.contains_key(name) && is_full() {
+            let why = "there are too many supervisors: delete those that are gone for good";
+            return Err(FleetError::Conflict(why.into()));
         }
         let boss = book.supervisors.entry(name.to_owned()).or_insert_with(|| Boss {
             host: report.host.clone(),
             report: None,
+            halted: false,
+            kept: false,
             seen: Instant::now(),
             line: Line::default(),
         });
@@ -591,12 +680,19 @@ impl Desk {
                 "another process is the supervisor {name:?}: give this one another name"
             )));
         }
-        let is_new = boss.report.is_none();
+        let halted = match report.state {
+            Mood::Terminated => true,
+            Mood::Running | Mood::Restarting | Mood::CrashLooping => false,
+            // It does not say what it was told.
+            Mood::Starting | Mood::Stopping => boss.halted,
+        };
+        let (is_new, is_told) = (boss.report.is_none(), boss.kept != halted);
+        boss.halted = halted;
         boss.host.clone_from(&report.host);
         boss.report = Some(report);
         boss.seen = Instant::now();
         boss.line.unwritten = true;
-        Ok(is_new)
+        Ok(Noted { is_new, is_told, halted })
     }
 
     /// How long ago a supervisor was there, as far as we can know: nobody is missed before we were there.
@@ -610,8 +706,19 @@ impl Desk {
     fn alive(&self) -> Vec<String> {
         let silent = self.silent();
         let book = self.book.lock();
-        let alive = book.supervisors.iter().filter(|(_, boss)| boss.seen.elapsed() <= silent);
+        let alive = book.supervisors.iter().filter(|(_, boss)| boss.is_alive(silent));
         alive.map(|(name, _)| name.clone()).collect()
+    }
+
+    /// Those who are not there are told when they begin anew.
+    async fn tell_absent(&self, there: &[String], halted: bool) -> Result<(), RosterError> {
+        let is_absent = |name: &str| !there.iter().any(|it| it == name);
+        for (name, boss) in &mut self.book.lock().supervisors {
+            if is_absent(name) {
+                boss.halted = halted;
+            }
+        }
+        self.keep_told(|name, boss| is_absent(name) && boss.halted != boss.kept).await
     }
 
     /// Who is to start workers: the supervisor that has the most room for them.
@@ -727,17 +834,32 @@ impl Desk {
         }
     }
 
-    fn bosses(&self, only: Option<&str>) -> Vec<SupervisorRecord> {
+    fn bosses(&self, which: impl Fn(&str, &Boss) -> bool) -> Vec<SupervisorRecord> {
         let book = self.book.lock();
-        let bosses = book.supervisors.iter().filter(|(name, boss)| {
-            boss.line.unwritten && only.is_none_or(|only| only == name.as_str())
-        });
+        let bosses = book.supervisors.iter().filter(|(name, boss)| which(name, boss));
         let record = |(name, boss): (&String, &Boss)| SupervisorRecord {
             name: name.clone(),
             host: boss.host.clone(),
+            halted: boss.halted,
             seen: boss.seen.elapsed(),
         };
         bosses.map(record).collect()
+    }
+
+    /// Writes what supervisors were told last, and waits for the disk.
+    async fn keep_told(&self, which: impl Fn(&str, &Boss) -> bool) -> Result<(), RosterError> {
+        let records = self.bosses(which);
+        if records.is_empty() {
+            return Ok(());
+        }
+        self.roster.keep(&records).await?;
+        let mut book = self.book.lock();
+        for record in records {
+            if let Some(boss) = book.supervisors.get_mut(&record.name) {
+                boss.kept = record.halted;
+            }
+        }
+        Ok(())
     }
 
     /// Writes all that is not written.
@@ -747,11 +869,17 @@ impl Desk {
             let unwritten = book.workers.values().filter(|entry| entry.line.unwritten);
             unwritten.map(Entry::to_write).collect()
         };
-        let supervisors = self.bosses(None);
+        let supervisors = self.bosses(|_, boss| boss.line.unwritten);
         if workers.is_empty() && supervisors.is_empty() {
             return Ok(());
         }
-        self.roster.save(&workers, &supervisors).await?;
+        match self.roster.save(&workers, &supervisors).await {
+            Err(RosterError::Failed(error)) => {
+                tracing::error!(error = explain(&*error), "the roster is written one by one");
+                self.write_one_by_one(&workers, &supervisors).await?;
+            }
+            written => written?,
+        }
         let mut book = self.book.lock();
         for worker in workers {
             if let Some(entry) = book.workers.get_mut(&worker.id) {
@@ -766,6 +894,27 @@ impl Desk {
         Ok(())
     }
 
+    /// The same without those that cannot be written: nobody else is to suffer from them.
+    async fn write_one_by_one(
+        &self,
+        workers: &[WorkerRecord],
+        supervisors: &[SupervisorRecord],
+    ) -> Result<(), RosterError> {
+        let workers = workers.chunks(1).map(|worker| (worker, &supervisors[..0]));
+        let supervisors = supervisors.chunks(1).map(|supervisor| (&[][..], supervisor));
+        for (worker, supervisor) in workers.chain(supervisors).collect::<Vec<_>>() {
+            match self.roster.save(worker, supervisor).await {
+                Err(RosterError::Failed(error)) => {
+                    let id = worker.first().map(|worker| &worker.id);
+                    let id = id.or(supervisor.first().map(|supervisor| &supervisor.name));
+                    tracing::error!(id, error = explain(&*error), "it cannot be written");
+                }
+                written => written?,
+            }
+        }
+        Ok(())
+    }
+
     /// Reads who is there, and beats at another server; at the start, everybody.
     async fn refresh(&self, is_start: bool) -> Result<(), RosterError> {
         let all = self.roster.all().await?;
@@ -775,9 +924,15 @@ impl Desk {
         book.workers.retain(|id, entry| {
             kept.contains(id.as_str()) || entry.line.unwritten || entry.is_there(silent)
         });
+        // Until then a server has heard them, as far as can be known.
+        let heard = all.workers.iter().map(|worker| worker.seen);
+        let heard = heard.chain(all.supervisors.iter().map(|boss| boss.seen)).min();
+        let was_silent =
+            |record: &WorkerRecord| heard.is_some_and(|heard| record.seen > heard + silent + WRITE);
         for record in &all.workers {
             let (seen, heartbeat) = (back(record.seen), now - record.seen);
-            let seen = if is_start { self.opened } else { seen };
+            // Nobody was there to hear it, unless it was missed already.
+            let seen = if is_start && !was_silent(record) { self.opened } else { seen };
             let known = book.workers.get_mut(&record.id);
             match known {
                 // What it says here is newer.
@@ -797,14 +952,20 @@ impl Desk {
         let kept: BTreeSet<&str> = all.supervisors.iter().map(|boss| boss.name.as_str()).collect();
         book.supervisors
             .retain(|name, boss| kept.contains(name.as_str()) || boss.seen.elapsed() <= RETAINED);
-        for record in all.supervisors.into_iter().filter(|boss| boss.seen < RETAINED) {
+        for record in all.supervisors.into_iter().filter(|it| it.halted || it.seen < RETAINED) {
             let seen = back(record.seen);
             let boss = book.supervisors.entry(record.name).or_insert_with(|| Boss {
                 host: record.host.clone(),
                 report: None,
+                halted: record.halted,
+                kept: record.halted,
                 seen,
                 line: Line::default(),
             });
+            // What it says here is newer; if it says nothing, what it was told is there.
+            if seen > boss.seen || !boss.is_alive(silent) || boss.report.is_none() {
+                (boss.halted, boss.kept) = (record.halted, record.halted);
+            }
             boss.seen = boss.seen.max(seen);
         }
         Ok(())

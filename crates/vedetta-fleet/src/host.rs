@@ -40,19 +40,42 @@ pub(crate) fn memory() -> Option<u64> {
     Some(pages * rustix::param::page_size() as u64)
 }
 
-/// Ends a process for good, if it is the one that was born so.
+/// Whether these words follow each other in the command line of a process.
 #[cfg(target_os = "linux")]
-pub(crate) fn kill(pid: u32, birth_then: &str) -> bool {
-    use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
-    let Some(id) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return false };
-    // Held before it is looked at: its number cannot become another's meanwhile.
-    let Ok(process) = pidfd_open(id, PidfdFlags::empty()) else { return false };
-    birth(pid).as_deref() == Some(birth_then) && pidfd_send_signal(&process, Signal::KILL).is_ok()
+fn says(pid: u32, words: &[&str]) -> bool {
+    let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let line: Vec<&[u8]> = line.split(|byte| *byte == 0).collect();
+    let is_it = |part: &[&[u8]]| part.iter().zip(words).all(|(one, word)| *one == word.as_bytes());
+    line.windows(words.len().max(1)).any(is_it)
+}
+
+/// Whether a process is the one that was born so, and was started with these words in its command line. What is
+/// known of a process is what somebody said of it, which proves nothing: never this one, and none that was not
+/// started as what it is said to be.
+#[cfg(target_os = "linux")]
+pub(crate) fn is_it(pid: u32, birth_then: &str, words: &[&str]) -> bool {
+    pid != std::process::id() && birth(pid).as_deref() == Some(birth_then) && says(pid, words)
 }
 
 /// Elsewhere there is no telling one process from another.
 #[cfg(not(target_os = "linux"))]
-pub(crate) fn kill(_: u32, _: &str) -> bool {
+pub(crate) fn is_it(_: u32, _: &str, _: &[&str]) -> bool {
+    false
+}
+
+/// Ends a process for good, if it is the one that is meant.
+#[cfg(target_os = "linux")]
+pub(crate) fn kill(pid: u32, birth_then: &str, words: &[&str]) -> bool {
+    use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+    let Some(id) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return false };
+    // Held before it is looked at: its number cannot become another's meanwhile.
+    let Ok(process) = pidfd_open(id, PidfdFlags::empty()) else { return false };
+    is_it(pid, birth_then, words) && pidfd_send_signal(&process, Signal::KILL).is_ok()
+}
+
+/// Elsewhere there is no telling one process from another.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn kill(_: u32, _: &str, _: &[&str]) -> bool {
     false
 }
 
@@ -68,16 +91,28 @@ mod tests {
 
     #[test]
     fn only_the_process_that_was_meant_is_killed() {
-        let mut child = std::process::Command::new("sleep").arg("600").spawn().unwrap();
+        let wait = ["-c", "read line", "worker", "run", "--id", "a"];
+        let mut child = std::process::Command::new("sh");
+        let mut child = child.args(wait).stdin(std::process::Stdio::piped()).spawn().unwrap();
+        let it = ["worker", "run", "--id", "a"];
         let born = birth(child.id()).unwrap();
+        // Its command line is there a moment after it is.
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);
+        while !is_it(child.id(), &born, &it) && std::time::Instant::now() < deadline {
+            std::thread::yield_now();
+        }
         assert_eq!(birth(child.id()).as_ref(), Some(&born), "it stays the same");
-        assert!(!kill(child.id(), "another:1"));
+        assert!(!kill(child.id(), "another:1", &it));
+        for other in [&["worker", "run", "--id", "b"][..], &["run", "worker"], &["a", "a"]] {
+            assert!(!kill(child.id(), &born, other), "{other:?}");
+        }
         assert!(child.try_wait().unwrap().is_none(), "it lives");
-        assert!(kill(child.id(), &born));
+        assert!(kill(child.id(), &born, &it));
         assert!(!child.wait().unwrap().success());
-        assert!(!kill(child.id(), &born), "it is gone");
+        assert!(!kill(child.id(), &born, &it), "it is gone");
         assert!(is_gone(child.id(), Some(&born)) && !is_gone(child.id(), None));
         let us = std::process::id();
+        assert!(!kill(us, &birth(us).unwrap(), &[]), "never itself");
         assert!(!is_gone(us, birth(us).as_deref()) && is_gone(us, Some("another:1")));
     }
 

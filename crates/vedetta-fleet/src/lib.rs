@@ -23,9 +23,9 @@ pub mod supervisor;
 pub mod wire;
 
 pub use bus::{Bus, BusError, CommandId, Order, Target};
-pub use control::{Control, RemoteFleet};
+pub use control::{Control, ControlError, RemoteFleet};
 pub use crew::{Crew, Ending};
-pub use desk::{Fleet, FleetError};
+pub use desk::{Fleet, FleetError, Wakes};
 pub use host::host_name;
 pub use roster::Roster;
 pub use supervisor::{Balance, Hire, Settings, Supervising, Supervisor};
@@ -38,7 +38,14 @@ pub mod sqlite {
     pub use crate::roster::sqlite::SqliteRoster;
 
     /// The tables of commands and of the roster, for [`vedetta_db::Db::open`].
-    pub const SCHEMA: Schema = Schema { component: "fleet", steps: &[include_str!("sqlite.sql")] };
+    pub const SCHEMA: Schema = Schema {
+        component: "fleet",
+        steps: &[
+            include_str!("sqlite.sql"),
+            // It was told to end its workers and to start none.
+            "ALTER TABLE fleet_supervisor ADD COLUMN halted INTEGER NOT NULL DEFAULT 0;",
+        ],
+    };
 }
 
 /// The same on PostgreSQL.
@@ -49,6 +56,12 @@ pub mod postgres {
     pub use crate::roster::postgres::PostgresRoster;
 
     /// The tables of commands and of the roster, for [`vedetta_db::postgres::Postgres::open`].
-    pub const SCHEMA: Schema =
-        Schema { component: "fleet", steps: &[include_str!("postgres.sql")] };
+    pub const SCHEMA: Schema = Schema {
+        component: "fleet",
+        steps: &[
+            include_str!("postgres.sql"),
+            // It was told to end its workers and to start none.
+            "ALTER TABLE vedetta_supervisor ADD COLUMN halted boolean NOT NULL DEFAULT false;",
+        ],
+    };
 }

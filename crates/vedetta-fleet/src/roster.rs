@@ -93,9 +93,14 @@ pub struct SupervisorRecord {
     pub name: String,
     /// Where it runs.
     pub host: String,
+    /// It was told to end its workers and to start none.
+    pub halted: bool,
     /// How long ago its last sign of life was.
     pub seen: Duration,
 }
+
+/// What a supervisor was told last is kept for so long after its last sign of life.
+const HALTED: Duration = Duration::from_secs(30 * 24 * 3600);
 
 /// Why the roster did not do what it was asked.
 #[derive(Debug, thiserror::Error)]
@@ -121,18 +126,22 @@ pub struct All {
 /// Keeps the records. Every driver is one, and passes the same suite.
 #[async_trait]
 pub trait Roster: Send + Sync + 'static {
-    /// Adds what is new and replaces what is there; when a worker registered stays. A loss in a power cut
-    /// does no harm, so nobody waits for the disk.
+    /// Adds what is new and replaces what is there; when a worker registered stays. Nobody waits for the disk: what a
+    /// power cut takes is said again with the next beat, but for what [`Roster::keep`] is for.
     async fn save(
         &self,
         workers: &[WorkerRecord],
         supervisors: &[SupervisorRecord],
     ) -> Result<(), RosterError>;
 
+    /// The same for what supervisors were told last, which nobody says again: returns when it is on the disk.
+    async fn keep(&self, supervisors: &[SupervisorRecord]) -> Result<(), RosterError>;
+
     /// Everybody.
     async fn all(&self) -> Result<All, RosterError>;
 
-    /// Removes workers and supervisors that gave no sign of life for so long. How many.
+    /// Removes workers and supervisors that gave no sign of life for so long; those that were told to start no
+    /// workers, much later. How many.
     async fn prune(&self, silent: Duration) -> Result<u64, RosterError>;
 }
 

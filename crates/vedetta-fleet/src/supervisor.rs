@@ -146,6 +146,7 @@ impl Supervisor {
             extras: Vec::new(),
             generation: 0,
             halted: false,
+            draining: false,
             failures: 0,
             start_at: Instant::now(),
             last: None,
@@ -191,7 +192,10 @@ struct Task {
     /// Queues of workers that were asked for beside those.
     extras: Vec<String>,
     generation: u32,
+    /// It was told to end all workers; the server remembers.
     halted: bool,
+    /// Its process ends.
+    draining: bool,
     /// Ends soon after a start, in a row.
     failures: u32,
     /// Not before.
@@ -249,6 +253,7 @@ impl Task {
     async fn look(&mut self) -> Instant {
         let next = Instant::now() + self.period;
         let Some((told, asked)) = self.report().await else { return next };
+        self.remember(told.halted);
         self.observe(told.workers);
         for (id, exit) in std::mem::take(&mut self.exits) {
             self.exited(&id, exit);
@@ -300,7 +305,8 @@ impl Task {
             last_exit: self.last.as_ref().map(|(exit, _)| exit.clone()),
             stderr: self.last.as_ref().map(|(_, stderr)| stderr.clone()),
             ended: self.ended.clone(),
-            done: self.done.clone(),
+            // A report that it ends does not say what it was told.
+            done: if self.draining { Vec::new() } else { self.done.clone() },
             depths: *balance == Balance::Auto,
         };
         let asked = Instant::now();
@@ -338,7 +344,11 @@ impl Task {
     }
 
     fn mood(&self) -> Mood {
-        if self.halted {
+        if self.draining {
+            Mood::Stopping
+        } else if self.base.is_none() {
+            Mood::Starting
+        } else if self.halted {
             Mood::Terminated
         } else if self.failures >= CRASH_LOOP {
             Mood::CrashLooping
@@ -380,7 +390,10 @@ impl Task {
                 self.ended.push(Ended { id, exit: "its process is gone".into() });
                 continue;
             }
-            if info.status == Status::Silent && info.host != here {
+            let words = child::words(&self.of.name, &id);
+            let is_it = |birth: &str| host::is_it(info.pid, birth, &words);
+            let is_ours = info.host == here && info.birth.as_deref().is_some_and(is_it);
+            if info.status == Status::Silent && !is_ours {
                 continue; // it may come back, and nothing can be done until then
             }
             let supervisor = &self.of.name;
@@ -410,6 +423,18 @@ impl Task {
         }
         if self.base.is_none() {
             self.take_over();
+        }
+    }
+
+    /// At the first look: what was said to the one before it holds.
+    fn remember(&mut self, halted: bool) {
+        if halted && self.base.is_none() {
+            let supervisor = &self.of.name;
+            tracing::warn!(
+                supervisor,
+                "it was told to start no workers: `vedetta worker restart` has it start them"
+            );
+            self.halted = true;
         }
     }
 
@@ -511,7 +536,7 @@ impl Task {
 
     /// The same as it was last decided.
     fn posts_now(&self) -> Posts {
-        if self.halted {
+        if self.halted || self.draining {
             return Posts::new();
         }
         let Settings { queues, balance, min, .. } = &self.of.settings;
@@ -601,7 +626,8 @@ impl Task {
         let Some(info) = &kept.info else { return };
         let is_here = info.host == host_name();
         let birth = info.birth.as_deref();
-        if is_here && birth.is_some_and(|birth| host::kill(info.pid, birth)) {
+        let is_it = |birth: &str| host::kill(info.pid, birth, &child::words(&self.of.name, id));
+        if is_here && birth.is_some_and(is_it) {
             tracing::warn!(worker = id, pid = info.pid, "killed a worker that was silent");
             self.ended.push(Ended { id: id.to_owned(), exit: "it was silent and killed".into() });
         }
@@ -644,8 +670,12 @@ impl Task {
 
     /// Has all end, and kills those that do not in time. How many.
     async fn drain(mut self, mut exits: mpsc::Receiver<(String, Exit)>, grace: Duration) -> usize {
-        self.halted = true;
         let end = Instant::now().checked_add(grace);
+        while !self.done.is_empty() {
+            let Some((told, asked)) = self.report().await else { break };
+            self.obey(told.commands, asked);
+        }
+        self.draining = true;
         let mut killed = 0;
         while !self.hands.is_empty() {
             let ids: Vec<String> = self.hands.keys().cloned().collect();

@@ -131,6 +131,8 @@ pub struct Report {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mood {
+    /// It does not know yet what is there, nor what it was told before it was started.
+    Starting,
     /// It keeps its workers.
     Running,
     /// It replaces them, one at a time.
@@ -139,16 +141,20 @@ pub enum Mood {
     CrashLooping,
     /// It was told to end them all, and starts none.
     Terminated,
+    /// Its process ends, and its workers with it.
+    Stopping,
 }
 
 impl Mood {
     /// As it is shown.
     pub fn word(self) -> &'static str {
         match self {
+            Self::Starting => "starting",
             Self::Running => "running",
             Self::Restarting => "restarting",
             Self::CrashLooping => "crash-looping",
             Self::Terminated => "terminated",
+            Self::Stopping => "stopping",
         }
     }
 }
@@ -186,6 +192,9 @@ pub struct Told {
     pub workers: Vec<WorkerInfo>,
     /// What is in the queues, if it asked.
     pub queues: Vec<Depth>,
+    /// It was told to end its workers and to start none, maybe before it was started.
+    #[serde(default)]
+    pub halted: bool,
     /// A worker that was not seen for so long is silent.
     pub silent_ms: u64,
     /// Beat again within that.
@@ -211,7 +220,7 @@ pub struct WorkerInfo {
     pub status: Status,
     /// It is part of a server: it can be paused, and ends with that.
     pub inside: bool,
-    /// Tells its process from a later one of the same number.
+    /// Tells its process from a later one of the same number; only its supervisor is told.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub birth: Option<String>,
     /// Slots in use.
@@ -240,7 +249,10 @@ pub struct SupervisorInfo {
     pub name: String,
     /// Where it runs.
     pub host: String,
-    /// What it said last; nothing if it speaks to another server.
+    /// It was told to end its workers, and starts none until it is told to.
+    #[serde(default)]
+    pub halted: bool,
+    /// What it said last; nothing if it speaks to another server, or is gone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub report: Option<ReportInfo>,
     /// How long ago it was seen.

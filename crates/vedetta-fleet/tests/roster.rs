@@ -39,8 +39,10 @@ async fn suite(roster: impl Roster) {
     let supervisor = |name: &str, seen| SupervisorRecord {
         name: name.into(),
         host: "here".into(),
+        halted: false,
         seen: Duration::from_secs(seen),
     };
+    let halted = SupervisorRecord { halted: true, ..supervisor("told:there", 1200) };
     let alone = WorkerRecord {
         supervisor: None,
         queues: vec!["mail".into()],
@@ -53,7 +55,7 @@ async fn suite(roster: impl Roster) {
     };
     let saved = [worker("c"), alone.clone()];
     roster
-        .save(&saved, &[supervisor("default:here", 0), supervisor("old:there", 900)])
+        .save(&saved, &[supervisor("default:here", 0), supervisor("old:there", 900), halted])
         .await
         .unwrap();
     let all = roster.all().await.unwrap();
@@ -67,6 +69,8 @@ async fn suite(roster: impl Roster) {
     assert!((100..160).contains(&seen), "{seen}");
     assert!(all.workers[1].seen.as_secs() < 60);
     assert!((900..960).contains(&all.supervisors[1].seen.as_secs()));
+    let halted: Vec<bool> = all.supervisors.iter().map(|it| it.halted).collect();
+    assert_eq!(halted, [false, false, true]);
 
     // Again: what changed is replaced, but for when it registered.
     let stopped = WorkerRecord {
@@ -86,7 +90,14 @@ async fn suite(roster: impl Roster) {
     assert_eq!(roster.prune(Duration::from_secs(500)).await.unwrap(), 1, "a supervisor");
     assert_eq!(roster.prune(Duration::from_secs(90)).await.unwrap(), 1, "a worker");
     let all = roster.all().await.unwrap();
-    assert_eq!((all.workers.len(), all.supervisors.len()), (1, 1));
+    assert_eq!((all.workers.len(), all.supervisors.len()), (1, 2), "one was told something");
+    let told = SupervisorRecord { halted: true, ..supervisor("default:here", 0) };
+    roster.keep(&[told]).await.unwrap();
+    assert!(roster.all().await.unwrap().supervisors[0].halted, "it waited for the disk");
+    let long = Duration::from_secs(31 * 24 * 3600);
+    let forgotten = SupervisorRecord { halted: true, seen: long, ..supervisor("told:there", 0) };
+    roster.save(&[], &[forgotten]).await.unwrap();
+    assert_eq!(roster.prune(Duration::from_secs(90)).await.unwrap(), 1, "it is too long ago");
     roster.save(&[], &[]).await.unwrap();
 }
 

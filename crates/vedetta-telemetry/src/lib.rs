@@ -13,11 +13,10 @@ mod message;
 mod settings;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
 use std::time::{Duration, Instant, SystemTime};
 
-use parking_lot::Mutex;
 use prost::Message as _;
 use ureq::Agent;
 use vedetta_core::measure::Family;
@@ -55,7 +54,8 @@ pub struct Exporter {
     queue: SyncSender<Told>,
     dropped: Arc<AtomicU64>,
     sample: f64,
-    ended: Mutex<bool>,
+    /// Nobody takes anything any more.
+    is_closed: AtomicBool,
 }
 
 impl std::fmt::Debug for Exporter {
@@ -84,7 +84,7 @@ impl Exporter {
             .spawn(move || line.run(&told))
             .map_err(SettingsError::Thread)?;
         let sample = settings.sample;
-        Ok(Arc::new(Self { queue, dropped, sample, ended: Mutex::new(false) }))
+        Ok(Arc::new(Self { queue, dropped, sample, is_closed: AtomicBool::new(false) }))
     }
 
     /// Sends numbers as they are now, unless too much waits to be sent.
@@ -94,7 +94,7 @@ impl Exporter {
 
     /// Sends what is left, if that can be done in two seconds. It blocks.
     pub fn close(&self) {
-        if std::mem::replace(&mut *self.ended.lock(), true) {
+        if self.is_closed.swap(true, Ordering::Relaxed) {
             return;
         }
         let (end, ended) = channel();
@@ -121,7 +121,9 @@ impl Spans for Exporter {
     }
 
     fn ended(&self, span: Span) {
-        if self.queue.try_send(Told::Span(Box::new(span))).is_err() {
+        // Its thread may not have ended yet.
+        let is_closed = self.is_closed.load(Ordering::Relaxed);
+        if is_closed || self.queue.try_send(Told::Span(Box::new(span))).is_err() {
             self.dropped.fetch_add(1, Ordering::Relaxed);
         }
     }

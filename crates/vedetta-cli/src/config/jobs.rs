@@ -47,6 +47,8 @@ struct Nats {
     stream: String,
     subject: String,
     durable: String,
+    /// What all workers that share the durable can run; those of this one unless said.
+    max_ack_pending: Option<NonZeroU32>,
 }
 
 /// Slots, or as many as the machine has.
@@ -222,7 +224,13 @@ impl Config {
             let Run { program, arguments } = handler.run.clone();
             // How long it may take is the worker's to say.
             let command = own.tell(Command::new(program, arguments, LONGEST));
-            let worker = worker.command(&kind.0, command);
+            let is_stream =
+                self.queue.iter().any(|(name, of)| name.0 == queue && of.nats.is_some());
+            let worker = if is_stream {
+                worker.message_command(&kind.0, command)
+            } else {
+                worker.command(&kind.0, command)
+            };
             let worker = match handler.timeout {
                 Some(timeout) => worker.timeout(&kind.0, timeout.0),
                 None => worker,
@@ -237,8 +245,12 @@ impl Config {
         let mut streams = Vec::new();
         for (name, queue) in &self.queue {
             let Some(nats) = &queue.nats else { continue };
-            let mut options =
-                Options::new(&nats.stream, &nats.subject, &nats.durable, queue.slots());
+            let slots = queue.slots();
+            if let Some(most) = nats.max_ack_pending.filter(|most| *most < slots) {
+                return Err(ConfigError::AckPending(name.0.clone(), most, slots));
+            }
+            let most = nats.max_ack_pending.unwrap_or(slots);
+            let mut options = Options::new(&nats.stream, &nats.subject, &nats.durable, most);
             options.queue.clone_from(&name.0);
             options.kinds = self.kinds()?;
             options.ack_wait = queue.lease();

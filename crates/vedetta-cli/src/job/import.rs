@@ -15,7 +15,8 @@ use crate::output::{self, Format};
 /// Ask for many jobs, one on each line of a file as JSON: {"kind": "resize", "payload": {"id": 7}}
 ///
 /// They go in batches, each of them whole or not at all. If a line is wrong, or the server goes away, it says
-/// how many lines are in, to go on from there with `--skip`.
+/// how many lines are in, to go on from there with `--skip`. Of a queue that is a stream of NATS, the last batch may
+/// be in as a whole or in part all the same.
 #[derive(Debug, Args)]
 pub(crate) struct Import {
     /// The file; `-` is stdin

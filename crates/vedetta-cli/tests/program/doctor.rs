@@ -212,3 +212,45 @@ fn programs_that_only_optional_parts_need_may_be_missing() {
     assert!(ran.out.contains("optional: not found, apt-get install janus"), "{ran:?}");
     assert!(ran.out.contains("note"), "{ran:?}");
 }
+
+#[tokio::test]
+async fn what_can_lose_jobs_of_a_stream_is_told_and_nothing_is_made() {
+    let nats = testing::nats::Server::start().await;
+    let folder = temp();
+    let client = async_nats::connect(nats.url()).await.unwrap();
+    let context = async_nats::jetstream::new(client);
+    let lossy = async_nats::jetstream::stream::Config {
+        name: "MEDIA".into(),
+        subjects: vec!["media.>".into()],
+        max_age: std::time::Duration::from_secs(3600),
+        ..Default::default()
+    };
+    context.create_stream(lossy).await.unwrap();
+    let config = |url: &str| {
+        let nats = "nats = { stream = 'MEDIA', subject = 'media.files', durable = 'd' }";
+        let text = format!(
+            "[http]\nlisten = '127.0.0.1:0'\n[jobs]\nurl = '{url}'\n[queue.media]\n{nats}\n"
+        );
+        fs::write(folder.path().join("vedetta.toml"), text).unwrap();
+        run(folder.path(), &["doctor", "--output", "json", "--etcd", "127.0.0.1:0"])
+    };
+    let ran = config(&nats.url());
+    assert_eq!(ran.code, 0, "{ran:?}");
+    let checks = ran.json()["checks"].clone();
+    let of = |name: &str| -> Vec<(String, String)> {
+        let text = |value: &serde_json::Value| value.as_str().unwrap().to_owned();
+        let found = checks.as_array().unwrap().iter().filter(|check| check["name"] == name);
+        found.map(|check| (text(&check["state"]), text(&check["detail"]))).collect()
+    };
+    assert_eq!(of("jobs.url"), [("ok".to_owned(), "can be reached".to_owned())]);
+    let told = of("queue.media");
+    assert!(told.iter().all(|(state, _)| state == "note"), "{told:?}");
+    for risk in ["max_age of 1h", "one replica", "sync_interval"] {
+        assert!(told.iter().any(|(_, detail)| detail.contains(risk)), "{risk}: {told:?}");
+    }
+    assert!(context.get_stream("MEDIA_DEAD").await.is_err(), "it only looks");
+
+    let ran = config("nats://127.0.0.1:1");
+    assert_eq!(ran.code, 1, "{ran:?}");
+    assert!(ran.out.contains("connecting to NATS"), "{ran:?}");
+}

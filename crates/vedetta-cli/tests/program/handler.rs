@@ -33,22 +33,22 @@ pub(crate) fn alive(pid: &str) -> bool {
     stat.is_ok_and(|stat| !stat.contains(") Z "))
 }
 
-/// Sleeps, with a child that sleeps beside it, and says who they are.
-const SLEEPS: &str = "[shutdown]\ngrace = '0s'\n[queue.default]\nack-wait = '1s'\n[handler.sleep]\ntimeout = '1h'\n\
-    run = ['sh', '-c', 'sleep 600 & echo $$ $! >pids; wait']\n";
+/// Sleeps, with a child that sleeps beside it and one that does so in a session of its own, and says who they are.
+pub(crate) const SLEEPS: &str = "[shutdown]\ngrace = '0s'\n[queue.default]\nack-wait = '1s'\n[handler.sleep]\n\
+    timeout = '1h'\nrun = ['sh', '-c', 'sleep 600 & a=$!; setsid sleep 600 & echo $$ $a $! >pids; wait']\n";
 
-fn sleepers(folder: &Path) -> Vec<String> {
+pub(crate) fn sleepers(folder: &Path) -> Vec<String> {
     let file = folder.join("pids");
     let read = || fs::read_to_string(&file).unwrap_or_default();
     until("the command", || read().ends_with('\n'));
     let pids: Vec<String> = read().split_whitespace().map(str::to_owned).collect();
     fs::remove_file(file).unwrap();
-    assert!(pids.len() == 2 && pids.iter().all(|pid| alive(pid)), "{pids:?}");
+    assert!(pids.len() == 3 && pids.iter().all(|pid| alive(pid)), "{pids:?}");
     pids
 }
 
-fn are_gone(pids: &[String]) {
-    until("the end of the command and its child", || !pids.iter().any(|pid| alive(pid)));
+pub(crate) fn are_gone(pids: &[String]) {
+    until("the end of the command and its children", || !pids.iter().any(|pid| alive(pid)));
 }
 
 #[test]
@@ -142,6 +142,11 @@ fn what_cannot_be_declared_is_refused() {
         ("[periodic.a]\nkind = 'x'\ncron = 'soon'", "no cron pattern"),
         ("[jobs]\nurl = 'nats://127.0.0.1:1'", "queue.NAME.nats"),
         ("[queue.a]\nnats = { stream = 'S', subject = 's', durable = 'd' }", "jobs.url is no nats"),
+        (
+            "[jobs]\nurl = 'nats://127.0.0.1:1'\n[queue.a]\ncapacity = 4\n\
+             nats = { stream = 'S', subject = 's', durable = 'd', max-ack-pending = 3 }",
+            "max-ack-pending is 3, and one worker has 4 slots",
+        ),
     ] {
         config(folder.path(), text);
         let ran = run(folder.path(), &["up", "--http", "127.0.0.1:0"]);
@@ -165,7 +170,7 @@ async fn a_queue_can_be_a_stream_and_its_jobs_are_recorded() {
         fetch-timeout = "1s"
         nats = { stream = "MEDIA", subject = "media.events", durable = "worker" }
         [handler.film]
-        run = ["sh", "-c", "echo working >&2; echo '{\"result\": '$(cat)'}'"]
+        run = ["sh", "-c", "echo job ${VEDETTA_JOB-none}, message $VEDETTA_MESSAGE >&2; echo '{\"result\": '$(cat)'}'"]
         queue = "media"
         "#,
     );
@@ -181,6 +186,7 @@ async fn a_queue_can_be_a_stream_and_its_jobs_are_recorded() {
     let shown = job(&server, &["show", &id]);
     assert_eq!(shown["kind"], "film");
     assert_eq!(shown["result"]["file"], "a.mp4");
+    assert_eq!(shown["log"], "job none, message 1\n");
     assert_eq!(shown["attempts"], 1);
     assert!(shown["connection"].as_str().unwrap().starts_with("nats"), "{shown}");
     assert!(shown["started_at"].is_string() && shown["ended_at"].is_string(), "{shown}");
@@ -191,15 +197,154 @@ async fn a_queue_can_be_a_stream_and_its_jobs_are_recorded() {
         let main = text.split("<main").nth(1).unwrap();
         assert!(main.contains(shown), "{page} lacks {shown}: {main}");
     }
-    let refused: Ran = server.command(&["job", "add", "film"]).output().unwrap().into();
+}
+
+#[tokio::test]
+async fn a_streams_job_of_many_ack_waits_runs_once_and_again_soon_after_its_process_is_killed() {
+    let nats = testing::nats::Server::start().await;
+    let folder = temp();
+    config(
+        folder.path(),
+        r#"
+        [queue.media]
+        ack-wait = "2s"
+        heartbeat = "400ms"
+        fetch-timeout = "500ms"
+        nats = { stream = "MEDIA", subject = "media.events", durable = "worker" }
+        [handler.film]
+        run = ["sh", "-c", "echo $VEDETTA_ATTEMPT >>begun; while ! test -e go; do sleep 0.05; done"]
+        queue = "media"
+        "#,
+    );
+    let start = || {
+        let mut command = vedetta(folder.path());
+        command.args(["up", "--http", "127.0.0.1:0"]).env("VEDETTA_JOBS_URL", nats.url());
+        Server::with(&mut command, folder.path())
+    };
+    let begun = || fs::read_to_string(folder.path().join("begun")).unwrap_or_default();
+    let mut server = start();
+    let id = add(&server, "film", "null");
+    until("its begin", || begun() == "1\n");
+    let client = async_nats::connect(nats.url()).await.unwrap();
+    let stream = async_nats::jetstream::new(client).get_stream("MEDIA").await.unwrap();
+    let delivered = async || stream.consumer_info("worker").await.unwrap().delivered;
+    let watched = std::time::Instant::now();
+    while watched.elapsed() < std::time::Duration::from_secs(7) {
+        assert_eq!((begun().as_str(), delivered().await.consumer_sequence), ("1\n", 1));
+        tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+    }
+    server.running.signal("KILL");
+    server.running.wait();
+    let server = start();
+    until("another begin", || begun() == "1\n2\n");
+    fs::write(folder.path().join("go"), "").unwrap();
+    until("its end", || status(&server, &id) == "done");
+    assert_eq!((begun().as_str(), delivered().await.consumer_sequence), ("1\n2\n", 2));
+    server.stop();
+}
+
+#[tokio::test]
+async fn jobs_of_a_stream_are_added_called_off_and_held_up_by_hand() {
+    let nats = testing::nats::Server::start().await;
+    let folder = temp();
+    config(
+        folder.path(),
+        r#"
+        [queue.media]
+        capacity = 1
+        ack-wait = "3s"
+        heartbeat = "1s"
+        fetch-timeout = "1s"
+        nats = { stream = "MEDIA", subject = "media.events", durable = "worker", max-ack-pending = 8 }
+        [handler.film]
+        run = ["sh", "-c", "read file; test \"$file\" = null || exec sleep 600; echo '{\"result\": 7}'"]
+        queue = "media"
+        [handler.here]
+        run = ["true"]
+        "#,
+    );
+    let start = || {
+        let mut command = vedetta(folder.path());
+        command.args(["up", "--http", "127.0.0.1:0"]).env("VEDETTA_JOBS_URL", nats.url());
+        Server::with(&mut command, folder.path())
+    };
+    let server = start();
+    let client = async_nats::connect(nats.url()).await.unwrap();
+    let stream = async_nats::jetstream::new(client).get_stream("MEDIA").await.unwrap();
+    let messages = async || stream.get_info().await.unwrap().state.messages;
+    let consumer = stream.consumer_info("worker").await.unwrap();
+    assert_eq!(consumer.config.max_ack_pending, 8, "what all workers can run");
+
+    // Asked for here it is a message there, and its record is the job that is shown.
+    let id = add(&server, "film", "null");
+    until("its end", || status(&server, &id) == "done");
+    assert_eq!(job(&server, &["show", &id])["result"], 7);
+
+    // One that runs and one that waits are called off.
+    let (runs, waits) = (add(&server, "film", "1"), add(&server, "film", "2"));
+    until("the first", || status(&server, &runs) == "running");
+    assert_eq!(status(&server, &waits), "waiting");
+    job(&server, &["cancel", &waits]);
+    job(&server, &["cancel", &runs]);
+    assert_eq!(messages().await, 0, "nobody else gets them, either");
+    let last = add(&server, "film", "null");
+    until("room for another", || status(&server, &last) == "done");
+    assert_eq!(
+        (status(&server, &runs), status(&server, &waits)),
+        ("cancelled".into(), "cancelled".into())
+    );
+
+    // While the queue is paused nothing begins here, nor after a restart.
+    let queue =
+        |what: &str| -> Ran { server.command(&["queue", what, "media"]).output().unwrap().into() };
+    assert_eq!(queue("pause").out, "media is paused\n");
+    let refused = queue("drain");
     assert_eq!(refused.code, 2, "{refused:?}");
-    assert!(refused.err.contains("publish to media.events"), "{refused:?}");
+    assert!(refused.err.contains("the stream MEDIA of NATS"), "{refused:?}");
+    let held = add(&server, "film", "null");
+    server.stop();
+    let server = start();
+    assert_eq!((status(&server, &held), messages().await), ("waiting".into(), 1));
+    let resumed: Ran = server.command(&["queue", "resume", "media"]).output().unwrap().into();
+    assert_eq!(resumed.out, "media is open\n");
+    until("its end", || status(&server, &held) == "done");
+
+    // What a stream cannot do is refused.
+    for (args, why) in [
+        (&["job", "retry", &runs][..], "ask for it anew"),
+        (&["job", "add", "film", "--unique-key", "k"], "unique"),
+        (&["job", "add", "film", "--at", "+1h"], "for later"),
+        (&["job", "add", "film", "--priority", "3"], "no priorities"),
+    ] {
+        let refused: Ran = server.command(args).output().unwrap().into();
+        assert_eq!(refused.code, 2, "{args:?}: {refused:?}");
+        assert!(refused.err.contains(why), "{args:?}: {refused:?}");
+    }
+    let both = serde_json::json!([{"kind": "film"}, {"kind": "here"}]);
+    let agent: ureq::Agent =
+        ureq::Agent::config_builder().proxy(None).http_status_as_error(false).build().into();
+    let mixed = agent.post(format!("{}/api/v1/jobs", server.url)).send_json(both).unwrap();
+    assert_eq!(mixed.status(), 422);
+    server.stop();
 }
 
 #[test]
 fn what_is_over_is_gone_when_its_time_of_the_file_is() {
+    what_is_over_is_gone("");
+}
+
+#[tokio::test]
+async fn what_is_over_is_gone_when_its_time_of_the_file_is_on_postgresql() {
+    let postgres = testing::postgres::Server::start().await;
+    let jobs = format!("[jobs]\nurl = '{}'\n", postgres.database().await);
+    tokio::task::spawn_blocking(move || what_is_over_is_gone(&jobs)).await.unwrap();
+}
+
+/// With these lines before those of the test.
+fn what_is_over_is_gone(settings: &str) {
     let handlers = "[handler.good]\nrun = ['sh', '-c', 'cat >/dev/null']\n\
         [handler.bad]\nmax-attempts = 1\nrun = ['sh', '-c', 'cat >/dev/null; exit 1']\n";
+    let handlers = &format!("{settings}{handlers}");
     for (completed, failed) in [("1ms", "1h"), ("1h", "1ms")] {
         let folder = temp();
         config(folder.path(), handlers);

@@ -1,12 +1,12 @@
 //! `vedetta job` and `vedetta queue`, on a server with handlers that are declared.
 
 use std::fmt::Write as _;
-use std::io::Write as _;
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::process::Stdio;
 
 use serde_json::{Value, json};
 
-use crate::support::{Ran, Server, temp};
+use crate::support::{Ran, Server, temp, vedetta};
 
 fn ask(server: &Server, args: &[&str]) -> Ran {
     server.command(args).output().unwrap().into()
@@ -118,6 +118,92 @@ fn waiting_ends_with_the_jobs_and_fails_unless_each_is_done() {
     let both = ask(&server, &["job", "wait", "1", "2"]);
     assert_eq!((both.code, both.err.as_str()), (1, "vedetta: not done: 1 of 2\n"));
     assert_eq!(ask(&server, &["job", "wait", "99"]).code, 3);
+    server.stop();
+}
+
+/// A server that gives these answers, one to each request, and says what it was asked for.
+fn scripted(answers: Vec<(u16, Value)>) -> (String, std::thread::JoinHandle<Vec<String>>) {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let answering = std::thread::spawn(move || {
+        let answer = |(status, body): (u16, Value)| {
+            let (mut client, _) = listener.accept().unwrap();
+            let mut lines = BufReader::new(client.try_clone().unwrap()).lines();
+            let asked = lines.next().unwrap().unwrap();
+            while !lines.next().unwrap().unwrap().is_empty() {}
+            let body = body.to_string();
+            let length = body.len();
+            let head = format!("HTTP/1.1 {status} X\r\nContent-Type: application/json\r\n");
+            let rest = format!("Content-Length: {length}\r\nConnection: close\r\n\r\n{body}");
+            client.write_all(format!("{head}{rest}").as_bytes()).unwrap();
+            asked
+        };
+        answers.into_iter().map(answer).collect()
+    });
+    (url, answering)
+}
+
+#[test]
+fn who_waits_for_a_job_bears_with_a_server_that_is_not_ready_for_a_while() {
+    let folder = temp();
+    let server = Server::start(folder.path());
+    assert_eq!(ask(&server, &["job", "add", "pack"]).code, 0);
+    let mut job = done(&server, &["job", "show", "1"]);
+    server.stop();
+    let waiting = job.clone();
+    job["status"] = "done".into();
+    let busy = json!({"error": {"code": "unavailable", "message": "not yet"}});
+    let (url, answering) = scripted(vec![(200, waiting), (503, busy), (200, job)]);
+    let mut command = vedetta(folder.path());
+    let ran: Ran = command.args(["job", "wait", "1", "--server", &url]).output().unwrap().into();
+    assert_eq!(ran.code, 0, "{ran:?}");
+    let asked = answering.join().unwrap();
+    assert_eq!(asked, vec!["GET /api/v1/jobs/1 HTTP/1.1"; 3]);
+}
+
+#[test]
+fn on_a_terminal_waiting_and_importing_show_how_far_they_are() {
+    let folder = temp();
+    // It goes on when it was seen.
+    let config = "[handler.film]\nrun = ['sh', '-c', \"\"\"echo '{\"progress\": 0.5, \"message\": \"half of it\"}'; \
+        while ! test -e go; do sleep 0.05; done\"\"\"]\n";
+    std::fs::write(folder.path().join("vedetta.toml"), config).unwrap();
+    let server = Server::start(folder.path());
+    let on_a_terminal = |words: &str| {
+        let line = format!("{} {words}", env!("CARGO_BIN_EXE_vedetta"));
+        let mut command = std::process::Command::new("script");
+        command.args(["-qec", &line, "/dev/null"]).current_dir(folder.path());
+        command.env("VEDETTA_SERVER", &server.url).env("TERM", "xterm").env("COLUMNS", "100");
+        command.stdin(Stdio::null()).stdout(Stdio::piped());
+        command.spawn().unwrap()
+    };
+    let mut waiting = on_a_terminal("job add film --wait");
+    let mut screen = waiting.stdout.take().unwrap();
+    let (mut shown, mut bytes) = (Vec::new(), [0; 4096]);
+    loop {
+        let count = screen.read(&mut bytes).unwrap();
+        assert!(count > 0, "it ended: {}", String::from_utf8_lossy(&shown));
+        shown.extend_from_slice(&bytes[..count]);
+        let text = String::from_utf8_lossy(&shown);
+        if text.contains("50%") && text.contains("half of it") {
+            break;
+        }
+    }
+    std::fs::write(folder.path().join("go"), "").unwrap();
+    let mut rest = String::new();
+    screen.read_to_string(&mut rest).unwrap();
+    assert!(waiting.wait().unwrap().success(), "{rest}");
+    assert!(rest.contains("done"), "{rest}");
+
+    let mut lines = String::new();
+    for n in 0..1500 {
+        writeln!(lines, "{{\"kind\": \"a\", \"payload\": {n}}}").unwrap();
+    }
+    std::fs::write(folder.path().join("jobs.jsonl"), lines).unwrap();
+    let ended = on_a_terminal("job import jobs.jsonl").wait_with_output().unwrap();
+    let shown = String::from_utf8_lossy(&ended.stdout);
+    assert!(ended.status.success() && shown.contains("imported 1500 jobs"), "{shown}");
+    assert!(shown.contains('%'), "{shown}");
     server.stop();
 }
 

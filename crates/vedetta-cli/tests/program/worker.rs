@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::handler::{add, alive, config, job, status};
+use crate::handler::{SLEEPS, add, alive, are_gone, config, job, sleepers, status};
 use crate::support::{Ran, Running, Server, http, run, temp, until, vedetta};
 
 /// Beats often, and two kinds of jobs: one that is over at once, and one that runs until there is a file `go`.
@@ -201,7 +201,7 @@ fn workers_are_steered(places: Places<'_>) {
     assert!(table.out.contains("WORKER") && table.out.contains(&first), "{table:?}");
     let process = pid(&find(&server, &first));
     done(&server, &["terminate", "--wait"]);
-    until("the end of all", || workers(&server).is_empty());
+    assert!(workers(&server).is_empty(), "it waits for their ends");
     until("the end of the process", || !alive(&process));
     let state = |server: &Server| list(server)["supervisors"][0]["report"]["state"].clone();
     assert_eq!(state(&server), "terminated");
@@ -214,9 +214,23 @@ fn workers_are_steered(places: Places<'_>) {
 
 #[test]
 fn a_worker_process_registers_beats_obeys_between_jobs_and_finishes_its_job_before_it_stops() {
+    a_worker_process_works(&[]);
+}
+
+#[tokio::test]
+async fn a_worker_process_obeys_between_jobs_and_finishes_its_job_before_it_stops_over_redis() {
+    over_redis(a_worker_process_works).await;
+}
+
+#[tokio::test]
+async fn a_worker_process_obeys_between_jobs_and_finishes_its_job_before_it_stops_on_postgresql() {
+    on_postgresql(a_worker_process_works).await;
+}
+
+fn a_worker_process_works(places: Places<'_>) {
     let folder = temp();
     config(folder.path(), BARE);
-    let server = Server::start(folder.path());
+    let server = up_with(folder.path(), ANY_PORT, places);
     let mut worker = by_hand(&server, folder.path(), &["--id", "anna"]);
     until("the worker", || find(&server, "anna")["status"] == "running");
     let shown = find(&server, "anna");
@@ -255,6 +269,29 @@ fn a_worker_process_registers_beats_obeys_between_jobs_and_finishes_its_job_befo
     worker.signal("TERM");
     assert_eq!(worker.wait().code(), Some(0));
     assert_eq!(find(&server, "ben")["status"], "stopped");
+}
+
+#[test]
+fn no_process_is_left_when_a_worker_is_killed_or_told_twice_to_stop() {
+    for signals in [&["TERM", "TERM"][..], &["KILL"]] {
+        let folder = temp();
+        config(folder.path(), BARE);
+        let server = Server::start(folder.path());
+        fs::write(folder.path().join("worker.toml"), format!("{BARE}{SLEEPS}")).unwrap();
+        let command = ["worker", "run", "--config", "worker.toml", "--queue", "default"];
+        let mut worker =
+            Running::start(&mut server.command(&[&command[..], &["--id", "anna"]].concat()));
+        add(&server, "sleep", "null");
+        let pids = sleepers(folder.path());
+        worker.signal(signals[0]);
+        if signals.len() > 1 {
+            until("its answer", || find(&server, "anna")["status"] == "stopping");
+            assert!(pids.iter().all(|pid| alive(pid)), "it waits for its job");
+            worker.signal(signals[1]);
+        }
+        assert_ne!(worker.wait().code(), Some(0));
+        are_gone(&pids);
+    }
 }
 
 #[test]
@@ -396,9 +433,23 @@ fn a_worker_that_was_frozen_does_no_harm_when_it_is_thawed() {
 
 #[test]
 fn workers_that_end_again_and_again_are_shown_as_crash_looping() {
+    a_crash_loop_is_shown(&[]);
+}
+
+#[tokio::test]
+async fn workers_that_end_again_and_again_are_shown_over_redis() {
+    over_redis(a_crash_loop_is_shown).await;
+}
+
+#[tokio::test]
+async fn workers_that_end_again_and_again_are_shown_on_postgresql() {
+    on_postgresql(a_crash_loop_is_shown).await;
+}
+
+fn a_crash_loop_is_shown(places: Places<'_>) {
     let folder = temp();
     config(folder.path(), &supervised("min = 1\nmax = 1"));
-    let server = Server::start(folder.path());
+    let server = up_with(folder.path(), ANY_PORT, places);
     until_running(&server, 1);
     // From now on no worker understands the file that it is started with.
     config(folder.path(), "[colors]\n");
@@ -448,6 +499,20 @@ fn without_balance_every_worker_takes_every_queue() {
 
 #[test]
 fn workers_are_spread_over_queues_by_what_waits_in_them() {
+    workers_are_spread(&[]);
+}
+
+#[tokio::test]
+async fn workers_are_spread_over_queues_over_redis() {
+    over_redis(workers_are_spread).await;
+}
+
+#[tokio::test]
+async fn workers_are_spread_over_queues_on_postgresql() {
+    on_postgresql(workers_are_spread).await;
+}
+
+fn workers_are_spread(places: Places<'_>) {
     let folder = temp();
     let settings = supervised("balance = 'auto'\nmin = 2\nmax = 5\ncool-down = '100ms'");
     let settings = settings.replace("capacity = 2", "capacity = 1");
@@ -457,7 +522,7 @@ fn workers_are_spread_over_queues_by_what_waits_in_them() {
             "{settings}[queue.other]\ncapacity = 1\n[handler.mail]\nqueue = 'other'\nrun = ['true']\n"
         ),
     );
-    let server = Server::start(folder.path());
+    let server = up_with(folder.path(), ANY_PORT, places);
     let of = |queue: &str| {
         let now = with_status(&server, "running");
         now.iter().filter(|worker| worker["queues"] == json!([queue])).count()
@@ -474,9 +539,23 @@ fn workers_are_spread_over_queues_by_what_waits_in_them() {
 
 #[test]
 fn a_rolling_restart_replaces_all_workers_one_at_a_time() {
+    workers_are_replaced_one_at_a_time(&[]);
+}
+
+#[tokio::test]
+async fn a_rolling_restart_replaces_all_workers_over_redis() {
+    over_redis(workers_are_replaced_one_at_a_time).await;
+}
+
+#[tokio::test]
+async fn a_rolling_restart_replaces_all_workers_on_postgresql() {
+    on_postgresql(workers_are_replaced_one_at_a_time).await;
+}
+
+fn workers_are_replaced_one_at_a_time(places: Places<'_>) {
     let folder = temp();
     config(folder.path(), &supervised("min = 2\nmax = 2"));
-    let server = Server::start(folder.path());
+    let server = up_with(folder.path(), ANY_PORT, places);
     let before = pids(&until_running(&server, 2));
     let mut fewest = usize::MAX;
     let mut restart = Running::start(&mut server.command(&["worker", "restart", "--wait"]));
@@ -493,9 +572,23 @@ fn a_rolling_restart_replaces_all_workers_one_at_a_time() {
 
 #[test]
 fn workers_survive_a_killed_server_and_the_next_adopts_them() {
+    workers_survive(&[]);
+}
+
+#[tokio::test]
+async fn workers_survive_a_killed_server_and_the_next_adopts_them_over_redis() {
+    over_redis(workers_survive).await;
+}
+
+#[tokio::test]
+async fn workers_survive_a_killed_server_and_the_next_adopts_them_on_postgresql() {
+    on_postgresql(workers_survive).await;
+}
+
+fn workers_survive(places: Places<'_>) {
     let folder = temp();
     config(folder.path(), &supervised("min = 2\nmax = 3"));
-    let mut server = Server::start(folder.path());
+    let mut server = up_with(folder.path(), ANY_PORT, places);
     let url = server.url.clone();
     let before = pids(&until_running(&server, 2));
     let slow = add(&server, "slow", "null");
@@ -504,7 +597,7 @@ fn workers_survive_a_killed_server_and_the_next_adopts_them() {
     server.running.wait();
     assert!(before.iter().all(|pid| alive(pid)), "they go on");
 
-    let server = up_at(folder.path(), &url);
+    let server = up_with(folder.path(), url.trim_start_matches("http://"), places);
     until("all are back", || pids(&with_status(&server, "running")) == before);
     let quick = add(&server, "quick", "null");
     until("a new job", || status(&server, &quick) == "done");
@@ -709,9 +802,23 @@ fn records_survive(places: Places<'_>) {
 
 #[test]
 fn a_worker_in_any_language_is_steered_over_plain_http_without_signals() {
+    a_worker_is_steered_over_http(&[]);
+}
+
+#[tokio::test]
+async fn a_worker_in_any_language_is_steered_over_plain_http_over_redis() {
+    over_redis(a_worker_is_steered_over_http).await;
+}
+
+#[tokio::test]
+async fn a_worker_in_any_language_is_steered_over_plain_http_on_postgresql() {
+    on_postgresql(a_worker_is_steered_over_http).await;
+}
+
+fn a_worker_is_steered_over_http(places: Places<'_>) {
     let folder = temp();
     config(folder.path(), BARE);
-    let server = Server::start(folder.path());
+    let server = up_with(folder.path(), ANY_PORT, places);
     let beat = |done: &Value| {
         let beat = json!({"queues": ["default"], "version": "python 3", "done": done});
         post(&server, "/workers/snake/beat", &beat)
@@ -782,6 +889,270 @@ fn a_supervisor_elsewhere_keeps_workers_for_a_server_and_comes_back_to_them() {
     assert_eq!(second.wait().code(), Some(0));
     until("the end of all", || !before.iter().any(|pid| alive(pid)));
     assert!(workers(&server).is_empty());
+}
+
+#[test]
+fn workers_whose_supervisor_is_gone_while_the_server_lives_finish_their_jobs_and_end() {
+    let folder = temp();
+    config(folder.path(), BARE);
+    let server = Server::start(folder.path());
+    let there = temp();
+    let settings = supervised("min = 2\nmax = 2\ngrace = '1500ms'");
+    config(there.path(), &settings.replace("capacity = 2", "capacity = 1"));
+    let mut command = vedetta(there.path());
+    let mut supervise = Running::start(command.args(["supervise", "--server", &server.url]));
+    let before = until_running(&server, 2);
+    let slow = add(&server, "slow", "null");
+    until("the job", || started(there.path()).len() == 2);
+    let busy = job(&server, &["show", &slow])["worker"].as_str().unwrap().to_owned();
+    let idle = before.iter().map(id).find(|id| *id != busy).unwrap();
+    supervise.signal("KILL");
+    supervise.wait();
+    until("the end of the idle one", || find(&server, &idle)["status"] == "stopped");
+    assert_eq!(find(&server, &idle)["note"], "its supervisor is gone");
+    until("the other", || find(&server, &busy)["status"] == "stopping");
+    assert_eq!(find(&server, &busy)["note"], "its supervisor is gone");
+    assert_eq!(status(&server, &slow), "running", "it finishes that first");
+    fs::write(there.path().join("go"), "").unwrap();
+    until("the end of all", || !pids(&before).iter().any(|pid| alive(pid)));
+    let shown = job(&server, &["show", &slow]);
+    assert_eq!((&shown["status"], &shown["attempts"]), (&json!("done"), &json!(1)));
+    until("the end of what they started", || !started(there.path()).iter().any(|pid| alive(pid)));
+    server.stop();
+}
+
+#[test]
+fn a_terminate_holds_when_the_server_is_started_again() {
+    a_terminate_holds(&[]);
+}
+
+#[tokio::test]
+async fn a_terminate_holds_over_redis() {
+    over_redis(a_terminate_holds).await;
+}
+
+#[tokio::test]
+async fn a_terminate_holds_on_postgresql() {
+    on_postgresql(a_terminate_holds).await;
+}
+
+fn a_terminate_holds(places: Places<'_>) {
+    let folder = temp();
+    config(folder.path(), &supervised("min = 1\nmax = 1"));
+    let server = up_with(folder.path(), ANY_PORT, places);
+    let address = server.url.trim_start_matches("http://").to_owned();
+    until_running(&server, 1);
+    // It is stopped before anybody knows whether it was obeyed.
+    let told = done(&server, &["terminate"])["commands"][0].clone();
+    let report = |server: &Server| list(server)["supervisors"][0]["report"].clone();
+    server.stop();
+    // In good order, and not.
+    let mut server = up_with(folder.path(), &address, places);
+    until("its state", || report(&server)["state"] == "terminated");
+    until("it is kept", || state_of(&server, &told) == "applied");
+    server.running.signal("KILL");
+    server.running.wait();
+    let server = up_with(folder.path(), &address, places);
+    until("its state", || report(&server)["state"] == "terminated");
+    until("the end of all", || workers(&server).is_empty());
+    done(&server, &["restart", "--wait"]);
+    assert_eq!(with_status(&server, "running").len(), 1, "that starts them");
+    server.stop();
+    // A server that was stopped was not told anything.
+    let server = up_with(folder.path(), &address, places);
+    until_running(&server, 1);
+    server.stop();
+}
+
+#[test]
+fn a_terminate_holds_for_a_supervisor_elsewhere() {
+    let (folder, there) = (temp(), temp());
+    config(folder.path(), BARE);
+    config(there.path(), &supervised("min = 1\nmax = 1"));
+    let server = Server::start(folder.path());
+    let supervise = || {
+        let mut command = vedetta(there.path());
+        Running::start(command.args(["supervise", "--server", &server.url]))
+    };
+    let report = || list(&server)["supervisors"][0]["report"].clone();
+    let mut first = supervise();
+    until_running(&server, 1);
+    done(&server, &["terminate", "--wait"]);
+    first.signal("TERM");
+    assert_eq!(first.wait().code(), Some(0));
+    assert!(report().is_null(), "it is gone");
+    let mut second = supervise();
+    until("its state", || report()["state"] == "terminated");
+    assert!(workers(&server).is_empty());
+    done(&server, &["restart", "--wait"]);
+    assert_eq!(with_status(&server, "running").len(), 1);
+    second.signal("TERM");
+    assert_eq!(second.wait().code(), Some(0));
+    server.stop();
+}
+
+#[test]
+fn a_restart_does_not_wait_for_supervisors_that_are_gone() {
+    let folder = temp();
+    config(folder.path(), BARE);
+    let server = Server::start(folder.path());
+    let supervise = |folder: &Path, name: &str| {
+        let settings = supervised("min = 1\nmax = 1\ngrace = '20s'");
+        config(folder, &settings.replace("[supervisor.default]", &format!("[supervisor.{name}]")));
+        let mut command = vedetta(folder);
+        Running::start(command.args(["supervise", "--server", &server.url]))
+    };
+    let (here, there) = (temp(), temp());
+    let mut gone = supervise(there.path(), "gone");
+    let lost = pid(&until_running(&server, 1)[0]);
+    let mut stays = supervise(here.path(), "stays");
+    until_running(&server, 2);
+    gone.signal("KILL");
+    gone.wait();
+    signal("KILL", &lost);
+    let missed = || {
+        let all = list(&server)["supervisors"].as_array().cloned().unwrap();
+        let is_gone =
+            |it: &Value| it["name"].as_str().is_some_and(|name| name.starts_with("gone:"));
+        all.iter().any(|it| is_gone(it) && it["seen_ms"].as_u64().unwrap() > 1500)
+    };
+    until("it is missed", missed);
+    until("its worker is, too", || with_status(&server, "running").len() == 1);
+    let before = pids(&with_status(&server, "running"));
+    let mut restart = Running::start(&mut server.command(&["worker", "restart", "--wait"]));
+    assert!(restart.wait().success(), "{}", restart.complaint());
+    let now = with_status(&server, "running");
+    assert!(now.len() == 1 && pids(&now).is_disjoint(&before), "{now:?}");
+    stays.signal("TERM");
+    assert_eq!(stays.wait().code(), Some(0));
+}
+
+#[tokio::test]
+async fn workers_are_replaced_and_terminated_from_a_server_that_is_not_theirs() {
+    on_postgresql(workers_of_another_server_are_steered).await;
+}
+
+fn workers_of_another_server_are_steered(places: Places<'_>) {
+    let (folder, elsewhere) = (temp(), temp());
+    config(folder.path(), &supervised("min = 1\nmax = 1"));
+    config(elsewhere.path(), BARE);
+    let server = up_with(folder.path(), ANY_PORT, places);
+    let before = pids(&until_running(&server, 1));
+    let other = up_with(elsewhere.path(), ANY_PORT, places);
+    let replaced = done(&other, &["restart", "--wait"]);
+    assert_eq!(replaced["commands"][0]["state"], "applied");
+    assert!(pids(&until_running(&server, 1)).is_disjoint(&before), "it is another");
+    done(&other, &["terminate", "--wait"]);
+    until("the end of all", || workers(&server).is_empty());
+    other.stop();
+    server.stop();
+}
+
+/// Waits for the end of a command while somebody beats who obeys nothing.
+fn while_it_beats(server: &Server, worker: &str, beat: &Value, command: &mut Running) -> i32 {
+    until("its end", || {
+        post(server, &format!("/workers/{worker}/beat"), beat);
+        command.child.try_wait().unwrap().is_some()
+    });
+    command.wait().code().unwrap()
+}
+
+#[test]
+fn a_stop_that_is_not_obeyed_in_time_is_waited_for_no_longer() {
+    let folder = temp();
+    config(folder.path(), BARE);
+    let server = Server::start(folder.path());
+    let beat = json!({"queues": ["default"]});
+    post(&server, "/workers/snake/beat", &beat);
+    let stop = ["worker", "stop", "snake", "--ttl", "300ms", "--wait"];
+    let mut stop = Running::start(&mut server.command(&stop));
+    assert_eq!(while_it_beats(&server, "snake", &beat, &mut stop), 1);
+    let said = stop.complaint();
+    assert!(said.contains("not obeyed"), "{said}");
+}
+
+#[test]
+fn who_waits_for_a_restart_is_told_that_somebody_had_the_workers_end() {
+    let folder = temp();
+    config(folder.path(), &supervised("min = 1\nmax = 1"));
+    let server = Server::start(folder.path());
+    until_running(&server, 1);
+    add(&server, "slow", "null");
+    until("the job", || started(folder.path()).len() == 2);
+    let mut restart = Running::start(&mut server.command(&["worker", "restart", "--wait"]));
+    until("one more", || workers(&server).len() == 2);
+    done(&server, &["terminate"]);
+    assert_eq!(restart.wait().code(), Some(1));
+    let said = restart.complaint();
+    assert!(said.contains("ends its workers"), "{said}");
+    fs::write(folder.path().join("go"), "").unwrap();
+    server.stop();
+}
+
+#[test]
+fn a_terminate_waits_for_workers_that_came_meanwhile_until_somebody_starts_others() {
+    let folder = temp();
+    config(folder.path(), &supervised("min = 1\nmax = 1"));
+    let server = Server::start(folder.path());
+    let first = until_running(&server, 1).remove(0);
+    add(&server, "slow", "null");
+    until("the job", || started(folder.path()).len() == 2);
+    let mut terminate = Running::start(&mut server.command(&["worker", "terminate", "--wait"]));
+    let state = || list(&server)["supervisors"][0]["report"]["state"].clone();
+    until("it is obeyed", || state() == "terminated");
+    // It was started just before.
+    let beat = json!({"queues": ["default"], "supervisor": first["supervisor"]});
+    fs::write(folder.path().join("go"), "").unwrap();
+    until("only it is left", || {
+        post(&server, "/workers/late/beat", &beat);
+        workers(&server).len() == 1
+    });
+    for _ in 0..10 {
+        post(&server, "/workers/late/beat", &beat);
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    assert!(terminate.child.try_wait().unwrap().is_none(), "it is waited for");
+    done(&server, &["restart"]);
+    assert_eq!(while_it_beats(&server, "late", &beat, &mut terminate), 1);
+    let said = terminate.complaint();
+    assert!(said.contains("start workers again"), "{said}");
+    http().delete(format!("{}/api/v1/workers/late", server.url)).call().unwrap();
+    server.stop();
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn who_may_beat_cannot_have_other_processes_killed() {
+    let folder = temp();
+    config(folder.path(), &supervised("min = 1\nmax = 1"));
+    let server = Server::start(folder.path());
+    let real = until_running(&server, 1).remove(0);
+    let mut bystander = Running::start(Command::new("sleep").arg("600"));
+    let birth = |pid: u32| {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+        let ticks = stat.rsplit_once(')').unwrap().1.split_whitespace().nth(19).unwrap().to_owned();
+        let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
+        format!("{}:{ticks}", boot.trim())
+    };
+    // Somebody says that these are workers, and that they are silent.
+    let targets = [server.running.child.id(), bystander.child.id()];
+    for (id, pid) in ["run", "id"].iter().zip(targets) {
+        let beat = json!({"queues": ["default"], "pid": pid, "birth": birth(pid),
+            "host": real["host"], "supervisor": real["supervisor"]});
+        post(&server, &format!("/workers/{id}/beat"), &beat);
+    }
+    until("their silence", || with_status(&server, "silent").len() == 2);
+    // It has looked at them since when it replaces one that is dead. Until they were silent they counted as its
+    // own, so it may have ended the real one as one too many.
+    let one = until_running(&server, 1).remove(0);
+    signal("KILL", &pid(&one));
+    until("another", || {
+        let now = with_status(&server, "running");
+        now.len() == 1 && now[0]["id"] != one["id"]
+    });
+    assert!(bystander.child.try_wait().unwrap().is_none(), "it lives");
+    assert!(list(&server)["workers"][0]["birth"].is_null(), "nor does everybody learn of it");
+    server.stop();
 }
 
 #[test]

@@ -6,8 +6,8 @@ use axum::extract::State;
 use axum::response::Response;
 use maud::{Markup, html};
 use vedetta_core::JobState;
-use vedetta_jobs::Job;
 use vedetta_jobs::wire::Which;
+use vedetta_jobs::{Job, JobId};
 
 use super::parts::{
     self, Rows, action, ago, badge, careful, empty, indented, job_row, narrowed, visible,
@@ -85,6 +85,21 @@ pub(super) fn jobs_table(visit: &Visit, rows: &[JobRow], shown: Rows, which: &Wh
     }
 }
 
+/// The way to what is hidden, and back. A page that shows it stays as it is: what is pushed has it hidden.
+fn unveiling(id: JobId, secrets: Secrets) -> Markup {
+    html! {
+        @match secrets {
+            Secrets::None => {}
+            Secrets::Hidden => {
+                p.muted { "What looks like a secret is hidden. " a #reveal href=(format!("/jobs/{id}?reveal=true")) rel="nofollow" { "Show it" } "; the audit log tells who did." }
+            }
+            Secrets::Shown => {
+                p.muted { "All is shown as it is kept, and this page is not live. " a #hide href=(format!("/jobs/{id}")) { "Hide secrets" } }
+            }
+        }
+    }
+}
+
 /// What was shown, and the way on.
 pub(super) fn pages(to: &str, which: &Which, shown: usize, next: Option<String>) -> Markup {
     html! {
@@ -122,13 +137,33 @@ async fn shown(
 ) -> Result<(Job, Markup), ApiError> {
     let JobPath(id) = path?;
     query.bytes("said");
+    let reveal = query.flag("reveal")?;
     query.end()?;
-    let job = redact::job(ledger(context)?.job(id).await?.ok_or_else(|| no_such(id))?);
-    let body = one(visit, &job);
+    let job = ledger(context)?.job(id).await?.ok_or_else(|| no_such(id))?;
+    let secrets = if reveal {
+        Secrets::Shown
+    } else if visit.may_reveal && redact::has_secrets(&job) {
+        Secrets::Hidden
+    } else {
+        Secrets::None
+    };
+    let job = if reveal { job } else { redact::job(job) };
+    let body = one(visit, &job, secrets);
     Ok((job, body))
 }
 
-fn one(visit: &Visit, job: &Job) -> Markup {
+/// What of a job looks like a secret.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Secrets {
+    /// Nothing, or nothing that this visitor may see.
+    None,
+    /// It is not shown, and may be asked for.
+    Hidden,
+    /// It was asked for.
+    Shown,
+}
+
+fn one(visit: &Visit, job: &Job, secrets: Secrets) -> Markup {
     let now = SystemTime::now();
     let row = JobRow::from(job.clone());
     let (back, id) = (&visit.here, job.id);
@@ -144,7 +179,8 @@ fn one(visit: &Visit, job: &Job) -> Markup {
         ("Changed", "updated_at", Some(job.updated_at)),
     ];
     html! {
-        article #job data-job=(id) {
+        article #job data-job=(id) data-still=[(secrets == Secrets::Shown).then_some("yes")] {
+            (unveiling(id, secrets))
             div.headline {
                 (badge(row.look(now)))
                 span.muted { "attempt " span data-f="tries" { (job.attempts) "/" (job.max_attempts) } }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use axum::extract::State;
 use axum::response::Response;
 use maud::{Markup, html};
+use vedetta_fleet::Fleet;
 use vedetta_fleet::wire::{ReportInfo, SupervisorInfo};
 
 use super::parts::{self, action, careful, empty, hidden, number, part, span, visible};
@@ -13,6 +14,7 @@ use crate::api::Context;
 use crate::error::ApiError;
 use crate::input::Query;
 use crate::live::WorkerRow;
+use crate::redact;
 
 pub(super) async fn page(State(context): State<Context>, visit: Visit, query: Query) -> Response {
     let body = body(&context, &visit, query);
@@ -23,11 +25,13 @@ fn body(context: &Context, visit: &Visit, mut query: Query) -> Result<Markup, Ap
     query.bytes("said");
     query.end()?;
     let workers = context.live.workers();
-    let supervisors = context.fleet.as_ref().map(|fleet| fleet.list().supervisors);
-    let supervisors = supervisors.unwrap_or_default();
+    let supervisors = context.fleet.as_ref().map(Fleet::supervisors).unwrap_or_default();
+    let supervisors: Vec<_> = supervisors.into_iter().map(redact::supervisor).collect();
+    // What is not there yet may come while somebody looks.
     Ok(html! {
-        @if workers.is_empty() { (none()) } @else { (table(visit, &workers)) }
-        @if !supervisors.is_empty() { (kept(visit, &supervisors)) }
+        @if workers.is_empty() { div data-until="workers" { (none()) } }
+        div #workers-there hidden[workers.is_empty()] { (table(visit, &workers)) }
+        (kept(visit, &supervisors))
     })
 }
 
@@ -76,14 +80,15 @@ fn kept(visit: &Visit, supervisors: &[SupervisorInfo]) -> Markup {
         reports().flat_map(|report| &report.queues).map(String::as_str).collect();
     queues.sort_unstable();
     queues.dedup();
-    let body = html! { tbody { @for one in supervisors { (supervisor(one)) } } };
+    let body = html! { tbody #supervisors { @for one in supervisors { (supervisor(Some(one))) } } };
     html! {
-        section aria-labelledby="kept-head" {
+        section #kept aria-labelledby="kept-head" hidden[supervisors.is_empty()] {
             h2 #kept-head { "Supervisors" }
             (parts::table("Supervisors", &heads, &body))
-            form.start method="post" action="/workers/start" {
+            template #supervisor-row { (supervisor(None)) }
+            form.start.action method="post" action="/workers/start" {
                 (hidden(visit, &visit.here))
-                label { "Queue " select name="queue" { @for queue in &queues { option { (queue) } } } }
+                label { "Queue " select #start-queue name="queue" { @for queue in &queues { option { (queue) } } } }
                 label { "Workers " input name="count" type="number" min="1" max="100" value="1" required; }
                 button { "Start" }
             }
@@ -95,23 +100,31 @@ fn kept(visit: &Visit, supervisors: &[SupervisorInfo]) -> Markup {
     }
 }
 
-fn supervisor(one: &SupervisorInfo) -> Markup {
-    let of = |what: fn(&ReportInfo) -> String| one.report.as_ref().map(what).unwrap_or_default();
-    let state = of(|report| report.state.word().to_owned());
-    let failure = one.report.as_ref().and_then(|report| {
+/// A supervisor; without one, the row that scripts fill.
+fn supervisor(one: Option<&SupervisorInfo>) -> Markup {
+    let report = one.and_then(|one| one.report.as_ref());
+    let of = |what: fn(&ReportInfo) -> String| report.map(what).unwrap_or_default();
+    let state = match (one, report) {
+        (_, Some(report)) => report.state.word(),
+        (Some(one), None) if one.halted => "terminated",
+        (Some(_), None) => "elsewhere",
+        (None, None) => "",
+    };
+    let failure = report.and_then(|report| {
         let exit = report.last_exit.as_deref()?;
         let said = report.stderr.as_deref().unwrap_or_default();
         Some(format!("{exit}\n{said}"))
     });
+    let place = one.map(|one| format!("{} on {}", one.name, one.host)).unwrap_or_default();
     html! {
-        tr {
-            td.name { (one.name) " on " (one.host) }
-            td { span.badge data-s=(state) { (state) } }
-            td.name { (of(|report| report.queues.join(", "))) }
-            td { (of(|report| report.balance.clone())) }
-            td.number { (of(|report| report.wanted.to_string())) }
-            td.number { (of(|report| format!("{} to {}", report.min, report.max))) }
-            td { @if let Some(failure) = failure { pre.failure tabindex="0" { (visible(&failure)) } } }
+        tr data-supervisor=(one.map(|one| one.name.as_str()).unwrap_or_default()) {
+            td.name data-f="place" { (place) }
+            td { span.badge data-f="state" data-b="plain" data-s=(state) { (state) } }
+            td.name data-f="queues" { (of(|report| report.queues.join(", "))) }
+            td data-f="balance" { (of(|report| report.balance.clone())) }
+            td.number data-f="wanted" { (of(|report| report.wanted.to_string())) }
+            td.number data-f="bounds" { (of(|report| format!("{} to {}", report.min, report.max))) }
+            td { pre.failure tabindex="0" data-f="failure" hidden[failure.is_none()] { (visible(failure.as_deref().unwrap_or_default())) } }
         }
     }
 }
@@ -130,20 +143,24 @@ fn row(visit: &Visit, worker: Option<&WorkerRow>) -> Markup {
             td.number data-f="jobs" data-b="number" { (worker.map(|worker| number(worker.jobs)).unwrap_or_default()) }
             td.number data-f="capacity" data-b="number" { (worker.and_then(|worker| worker.capacity).map(|slots| number(slots.into())).unwrap_or_default()) }
             td.number data-f="silent_ms" data-b="ms" { (silent.unwrap_or_default()) }
-            td { (process.unwrap_or_default()) }
+            td data-f="process" { (process.unwrap_or_default()) }
             td data-f="supervisor" { (text(|worker| worker.supervisor.as_deref())) }
             td.actions {
-                @if let Some(worker) = worker.filter(|worker| worker.beats) { (steering(visit, worker)) }
+                div data-beats="yes" hidden[!worker.is_some_and(|worker| worker.beats)] { (steering(visit, worker)) }
             }
         }
     }
 }
 
+/// In the place of the id where scripts fill it in; no worker is called so.
+const ID: &str = "{id}";
+
 /// What a worker can be told, as it stands now.
-fn steering(visit: &Visit, worker: &WorkerRow) -> Markup {
-    let (back, what) = (&visit.here, format!("worker {}", worker.id));
-    let to = |verb: &str| format!("/workers/{}/{verb}", part(&worker.id));
-    let (runs, is_paused) = (worker.status == "running", worker.status == "paused");
+fn steering(visit: &Visit, worker: Option<&WorkerRow>) -> Markup {
+    let (id, status) = worker.map_or((ID, ""), |worker| (worker.id.as_str(), worker.status));
+    let (back, what) = (&visit.here, format!("worker {id}"));
+    let to = |verb: &str| format!("/workers/{}/{verb}", part(id));
+    let (runs, is_paused) = (status == "running", status == "paused");
     html! {
         div data-when="running" hidden[!runs] { (action(visit, back, &to("pause"), "Pause", &what)) }
         div data-when="paused" hidden[!is_paused] { (action(visit, back, &to("resume"), "Resume", &what)) }

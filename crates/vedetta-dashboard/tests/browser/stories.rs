@@ -2,13 +2,18 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use fantoccini::Locator;
 use fantoccini::key::Key;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
+use vedetta_access::{Access, Role};
 use vedetta_dashboard::{Api, Limits, serve};
+use vedetta_fleet::{Crew, Ending, RemoteFleet};
+use vedetta_jobs::remote::RemoteJobs;
+use vedetta_jobs::{BoxError, Outcome, Worker};
 use vedetta_jobs::{Ledger as _, Mode};
 use vedetta_kv::Put;
 
@@ -148,6 +153,162 @@ async fn buttons_do_what_they_say_and_the_page_says_so() {
     browser.says("#outcome", "1 job is to be tried again.").await;
     assert_eq!(status(&server, third).await, "waiting");
     assert_eq!(browser.complaints(), [""; 0]);
+    drop(browser);
+    server.end().await;
+}
+
+/// A supervisor says that it is there. What it is told.
+async fn supervise(server: &Server, state: &str) -> Value {
+    let report = json!({"host": "here", "version": "1", "instance": "a", "queues": ["default"], "balance": "simple",
+        "min": 0, "max": 3, "wanted": 0, "state": state, "last_exit": "exit code 1", "stderr": "token=kanari3nvogel"});
+    server.post("/supervisors/boss:here/beat", report).await["commands"].clone()
+}
+
+#[tokio::test]
+async fn workers_come_and_are_steered_without_loading_the_page_again() {
+    let server = Server::start().await;
+    let browser = Browser::open().await;
+    browser.live(server.address, "/workers").await;
+    mark(&browser).await;
+    browser.says("main", "Nobody works here.").await;
+
+    // A supervisor comes, and is asked for a worker.
+    assert_eq!(supervise(&server, "running").await, json!([]));
+    browser.says("tr[data-supervisor='boss:here'] .badge", "running").await;
+    browser.says("tr[data-supervisor='boss:here'] .failure", "exit code 1").await;
+    let page = browser.client.source().await.unwrap();
+    assert!(!page.contains("kanari3nvogel"), "what looks like a secret is hidden");
+    browser.click("form.start button").await;
+    browser.says("#outcome", "1 worker was asked for.").await;
+    let asked = async {
+        loop {
+            let commands = supervise(&server, "running").await;
+            if commands != json!([]) {
+                return commands;
+            }
+        }
+    };
+    let asked = tokio::time::timeout(PATIENCE, asked).await.expect("it is told");
+    assert_eq!(asked[0]["command"], "start default 1");
+
+    // The worker comes: over HTTP, as from another process.
+    let jobs = Arc::new(RemoteJobs::new(&format!("http://{}", server.address), None).unwrap());
+    let worker = Worker::new("default")
+        .name("anna")
+        .handler("pack", |_, (): ()| async { Ok::<_, BoxError>(Outcome::Done(None)) });
+    let working = worker.start(Arc::clone(&jobs) as _).unwrap();
+    let crew = Crew::new("anna", Arc::new(RemoteFleet::new(jobs)), vec![working]);
+    let crew = tokio::spawn(crew.run(CancellationToken::new(), PATIENCE));
+    let row = "tr[data-worker='anna']";
+    browser.says(&format!("{row} .badge"), "running").await;
+    browser.says(&format!("{row} [data-f=process]"), &std::process::id().to_string()).await;
+    browser.click(&format!("{row} form[action='/workers/anna/pause'] button")).await;
+    browser.says(&format!("{row} .badge"), "paused").await;
+    let waits = add(&server, json!({"kind": "pack", "payload": null})).await;
+    browser.click(&format!("{row} form[action$='/resume'] button")).await;
+    browser.says(&format!("{row} .badge"), "running").await;
+    let done = async {
+        while status(&server, waits).await != "done" {
+            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, done).await.expect("it works again");
+    browser.click(&format!("{row} .careful summary")).await;
+    browser.click(&format!("{row} form[action$='/stop'] button")).await;
+    let ended = tokio::time::timeout(PATIENCE, crew).await.expect("it ends").unwrap();
+    assert_eq!(ended.0, Ending::Told);
+    browser.says(&format!("{row} .badge"), "stopped").await;
+
+    // What becomes of the supervisor is seen, too.
+    supervise(&server, "crash-looping").await;
+    browser.says("tr[data-supervisor='boss:here'] .badge", "crash-looping").await;
+    let retire = server.send("DELETE /api/v1/supervisors/boss:here", &[], "").await;
+    assert_eq!(retire.status, 200, "{retire:?}");
+    let left = "return document.querySelectorAll('[data-supervisor]').length";
+    let gone = async {
+        while browser.run(left).await != 0 {
+            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, gone).await.expect("its row goes with it");
+    assert!(is_marked(&browser).await, "it is the same page");
+    assert_eq!(browser.complaints(), [""; 0]);
+    drop(browser);
+    server.end().await;
+}
+
+/// Fills in the form, and waits for the page.
+async fn sign_in(browser: &Browser) {
+    for (field, text) in [("name", "otto"), ("password", "correct horse")] {
+        let field = browser.find(&format!("input[name={field}]")).await;
+        field.send_keys(text).await.unwrap();
+    }
+    browser.click("main button, form button").await;
+    browser.find("#line[data-state=live]").await;
+}
+
+#[tokio::test]
+async fn whose_session_ends_is_told_to_sign_in_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let access = Access::open(folder.path()).unwrap();
+    let adding = access.clone();
+    let add_user = move || adding.add_user("otto", "correct horse", Role::Operator).unwrap();
+    tokio::task::spawn_blocking(add_user).await.unwrap();
+    let (with, recheck) = (access.clone(), Duration::from_millis(20));
+    let limits = Limits { recheck, ..Limits::default() };
+    let server = Server::start().await;
+    let server = server.serve_as(|api| api.access(with, true).limits(limits)).await;
+    let browser = Browser::open().await;
+    browser.goto(server.address, "/queues").await;
+    sign_in(&browser).await;
+    access.set_role("otto", Role::Viewer).unwrap();
+    browser.says("#line", "signed out").await;
+    browser.goto(server.address, "/queues").await;
+    sign_in(&browser).await;
+    drop(browser);
+    server.end().await;
+}
+
+#[tokio::test]
+async fn somebody_signs_in_does_what_they_may_and_signs_out() {
+    const CANARY: &str = "kanari3nvogel";
+    let folder = tempfile::tempdir().unwrap();
+    let access = Access::open(folder.path()).unwrap();
+    let adding = access.clone();
+    let add_user = move || adding.add_user("otto", "correct horse", Role::Operator).unwrap();
+    tokio::task::spawn_blocking(add_user).await.unwrap();
+    let server = Server::start().await;
+    let payload = json!({"kind": "pack", "payload": {"password": CANARY}});
+    let id = add(&server, payload).await;
+    let with = access.clone();
+    let server = server.serve_as(|api| api.access(with, true)).await;
+    let browser = Browser::open().await;
+    browser.goto(server.address, &format!("/jobs/{id}")).await;
+    let at = async || browser.client.current_url().await.unwrap().path().to_owned();
+    assert_eq!(at().await, "/login", "first of all");
+    sign_in(&browser).await;
+    assert_eq!(at().await, format!("/jobs/{id}"), "where they wanted to go");
+
+    // What is hidden is shown to those who ask and may, and it is told.
+    assert!(!browser.client.source().await.unwrap().contains(CANARY));
+    browser.click("#reveal").await;
+    browser.find("#hide").await;
+    assert!(browser.client.source().await.unwrap().contains(CANARY));
+    let looked = || {
+        let log = access.audit(None, 100).unwrap();
+        log.iter().any(|it| it.who == "otto" && it.action == "GET /jobs/{id}")
+    };
+    crate::support::until(looked).await;
+    browser.click("#hide").await;
+    browser.find("#reveal").await;
+
+    browser.live(server.address, "/queues").await;
+    browser.click("tr[data-queue=default] form[action$='/pause'] button").await;
+    browser.says("tr[data-queue=default] .badge", "paused").await;
+    browser.click("form.sign-out button").await;
+    browser.find("input[name=password]").await;
+    browser.goto(server.address, "/jobs").await;
+    assert_eq!(at().await, "/login", "nothing is left of it");
     drop(browser);
     server.end().await;
 }

@@ -7,6 +7,10 @@ use serde_json::{Value, json};
 use vedetta_core::queue::Settled;
 use vedetta_dashboard::Limits;
 use vedetta_db::postgres::Postgres;
+use vedetta_fleet::roster::WorkerRecord;
+use vedetta_fleet::sqlite::{SqliteBus, SqliteRoster};
+use vedetta_fleet::wire::Beat;
+use vedetta_fleet::{Fleet, Roster as _};
 use vedetta_jobs::postgres::PostgresJobs;
 use vedetta_jobs::{Fate, Ledger, Mode, NewJob, Wanted};
 use vedetta_kv::Put;
@@ -150,6 +154,34 @@ async fn workers_stages_and_watchers_are_told_of_as_they_change() {
     assert_eq!((&told["name"], &told["ids"]), (&json!("numbers"), &json!(1)));
     assert!(told["failed"].as_u64() >= Some(1), "{told}");
     watching.stop(Duration::ZERO).await;
+    server.end().await;
+}
+
+#[tokio::test]
+async fn a_worker_that_is_forgotten_is_told_to_be_gone() {
+    let server = Server::start().await;
+    let folder = tempfile::tempdir().unwrap();
+    let options = vedetta_db::Options::new(folder.path().join("fleet.db"));
+    let db = vedetta_db::Db::open(&options, &[vedetta_fleet::sqlite::SCHEMA]).unwrap();
+    let roster = SqliteRoster::new(db.clone());
+    let fleet = async || {
+        let (bus, jobs) = (SqliteBus::new(db.clone()), server.jobs.clone());
+        let beat = Duration::from_millis(100);
+        Fleet::open(Arc::new(bus), Arc::new(roster.clone()), Arc::new(jobs), [], beat)
+            .await
+            .unwrap()
+    };
+    let beat = Beat { host: "elsewhere".into(), ..Beat::of_this_process(vec!["default".into()]) };
+    fleet().await.heard("anna", beat, false).await.unwrap();
+    // Ten minutes later, but for a moment.
+    let anna = roster.all().await.unwrap().workers.remove(0);
+    let anna = WorkerRecord { seen: Duration::from_secs(595), ..anna };
+    roster.save(&[anna], &[]).await.unwrap();
+    let fleet = fleet().await;
+    let server = server.serve_as(|api| api.fleet(fleet)).await;
+    let mut feed = server.feed("/events?topics=worker", "").await;
+    let told = feed.until("worker", |data| data["gone"] == true).await.data;
+    assert_eq!(told["id"], "anna");
     server.end().await;
 }
 

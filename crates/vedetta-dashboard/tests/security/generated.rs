@@ -1,15 +1,21 @@
 //! Requests made up from the description of the API: whatever they have in them, none breaks the server.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use fastrand::Rng;
 use serde_json::{Map, Value, json};
 use vedetta_access::Role;
+use vedetta_db::postgres::Postgres;
+use vedetta_fleet::Roster as _;
+use vedetta_fleet::postgres::PostgresRoster;
 
 use crate::{Guarded, escaped, status};
 
 /// So many of each operation.
 const OF_EACH: usize = 100;
+/// And of each that goes to a PostgreSQL, which takes longer.
+const OF_EACH_THERE: usize = 30;
 
 /// Texts that have broken something somewhere.
 const TEXTS: &[&str] = &[
@@ -147,6 +153,41 @@ impl Maker<'_> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_made_up_from_the_description_break_nothing() {
     let guarded = Guarded::start().await;
+    let (sent, taken) = break_nothing(&guarded, OF_EACH, |_| true).await;
+    assert!(sent > 4000 && taken > 600, "{taken} of {sent} were understood");
+    guarded.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn requests_made_up_for_jobs_and_workers_break_nothing_on_postgresql() {
+    let postgres = testing::postgres::Server::start().await;
+    let guarded = Guarded::on_postgresql(&postgres.url()).await;
+    let parts = ["jobs", "queues", "workers", "supervisors", "commands", "overview", "stats"];
+    let is_there = |path: &str| parts.iter().any(|part| path.split('/').nth(3) == Some(part));
+    let (sent, taken) = break_nothing(&guarded, OF_EACH_THERE, is_there).await;
+    assert!(sent > 700 && taken > 70, "{taken} of {sent} were understood");
+    // What was said of workers is written, whatever it was.
+    let beats = guarded.token("beats", Role::Operator);
+    for (n, note) in TEXTS.iter().enumerate() {
+        let (request, beat) =
+            (format!("POST /api/v1/workers/w{n}/beat"), json!({"queues": [], "note": note}));
+        let told = guarded.tells(&request, &beats, beat).await;
+        assert_eq!(told.status, 200, "{note:?}: {told:?}");
+    }
+    let fleet = &guarded.server.fleet;
+    fleet.close().await;
+    let db = Postgres::open(&postgres.url(), &[vedetta_fleet::postgres::SCHEMA]).await.unwrap();
+    let written = PostgresRoster::new(db).all().await.unwrap();
+    let written: BTreeSet<_> =
+        written.workers.into_iter().map(|it| (it.id, it.host, it.note)).collect();
+    let known = fleet.list().workers.into_iter().map(|it| (it.id, it.host, it.note)).collect();
+    assert!(written.len() >= TEXTS.len());
+    assert_eq!(written, known);
+    guarded.end().await;
+}
+
+/// Sends so many of each operation at these paths. How many, and how many were understood.
+async fn break_nothing(guarded: &Guarded, of_each: usize, at: impl Fn(&str) -> bool) -> (u32, u32) {
     let admin = guarded.token("a", Role::Admin);
     let document = guarded.asks("GET /api/v1/openapi.json", &admin).await.json();
     let seed = std::env::var("VEDETTA_SEED").ok().and_then(|seed| seed.parse().ok());
@@ -154,9 +195,10 @@ async fn requests_made_up_from_the_description_break_nothing() {
     let mut maker = Maker { rng: Rng::with_seed(seed), document: &document };
     let headers = [("Authorization", admin.as_str()), ("Content-Type", "application/json")];
     let (mut sent, mut taken) = (0, 0);
-    for (path, methods) in document["paths"].as_object().unwrap() {
+    let paths = document["paths"].as_object().unwrap();
+    for (path, methods) in paths.iter().filter(|(path, _)| at(path)) {
         for (method, operation) in methods.as_object().unwrap() {
-            for _ in 0..OF_EACH {
+            for _ in 0..of_each {
                 let (mut target, mut query) = (path.clone(), Vec::new());
                 for parameter in operation["parameters"].as_array().into_iter().flatten() {
                     let name = parameter["name"].as_str().unwrap();
@@ -189,8 +231,7 @@ async fn requests_made_up_from_the_description_break_nothing() {
             }
         }
     }
-    assert!(sent > 4000 && taken > 600, "{taken} of {sent} were understood");
     let health = tokio::time::timeout(Duration::from_secs(5), guarded.server.get("/readyz"));
     assert_eq!(health.await.expect("it answers").status, 200);
-    guarded.end().await;
+    (sent, taken)
 }

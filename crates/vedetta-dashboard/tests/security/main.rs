@@ -6,6 +6,7 @@ mod generated;
 mod hostile;
 mod redaction;
 mod roles;
+mod streams;
 #[path = "../http/support.rs"]
 #[expect(dead_code, reason = "shared with the other suite")]
 mod support;
@@ -13,6 +14,7 @@ mod throttle;
 mod tls;
 
 use std::fmt::Write as _;
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use serde_json::{Value, json};
@@ -20,6 +22,11 @@ use tempfile::TempDir;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use vedetta_access::{Access, Role};
+use vedetta_dashboard::{Api, Limits};
+use vedetta_db::postgres::Postgres;
+use vedetta_fleet::Fleet;
+use vedetta_fleet::postgres::{PostgresBus, PostgresRoster};
+use vedetta_jobs::postgres::PostgresJobs;
 use vedetta_stage::Records as _;
 use vedetta_stage::sqlite;
 
@@ -44,7 +51,39 @@ impl Guarded {
         Self::with(false).await
     }
 
+    /// The same as [`Self::start`] with other limits.
+    pub(crate) async fn limited(limits: Limits) -> Self {
+        Self::on(true, limits).await
+    }
+
+    /// The same as [`Self::start`] with jobs, commands and records of workers on a PostgreSQL.
+    pub(crate) async fn on_postgresql(url: &str) -> Self {
+        let schemas = [vedetta_jobs::postgres::SCHEMA, vedetta_fleet::postgres::SCHEMA];
+        let db = Postgres::open(url, &schemas).await.unwrap();
+        let (bus, roster) = (PostgresBus::new(db.clone()), PostgresRoster::new(db.clone()));
+        let jobs = Arc::new(PostgresJobs::new(db));
+        let beat = Duration::from_secs(3);
+        let opening = Fleet::open(
+            Arc::new(bus),
+            Arc::new(roster),
+            Arc::clone(&jobs) as _,
+            ["default".to_owned()],
+            beat,
+        );
+        let (fleet, with) = (opening.await.unwrap(), Self::start().await);
+        let (folder, access) = (with.folder, with.access.clone());
+        let (ours, theirs) = (fleet.clone(), access.clone());
+        let api = |api: Api| api.jobs(jobs).fleet(ours).access(theirs, true);
+        let mut server = with.server.serve_as(api).await;
+        server.fleet = fleet;
+        Self { server, access, folder }
+    }
+
     async fn with(signs_in: bool) -> Self {
+        Self::on(signs_in, Limits::default()).await
+    }
+
+    async fn on(signs_in: bool, limits: Limits) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let access = Access::open(folder.path()).unwrap();
         let options = vedetta_db::Options::new(folder.path().join("stages.db"));
@@ -54,7 +93,8 @@ impl Guarded {
         records.enqueue(pay, &[("1", 0, Duration::ZERO)]).await.unwrap();
         let server = Server::start().await;
         let with = access.clone();
-        let server = server.serve_as(|api| api.stages(records).access(with, signs_in)).await;
+        let api = |api: Api| api.stages(records).access(with, signs_in).limits(limits);
+        let server = server.serve_as(api).await;
         Self { server, access, folder }
     }
 

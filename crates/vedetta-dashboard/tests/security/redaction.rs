@@ -116,6 +116,61 @@ async fn secrets_of_jobs_are_on_no_page_and_in_no_stream() {
 }
 
 #[tokio::test]
+async fn secrets_of_jobs_are_on_the_page_of_those_only_who_ask_for_them_and_may() {
+    let guarded = Guarded::start().await;
+    let operator = guarded.token("worker", Role::Operator);
+    let viewer = guarded.token("viewer", Role::Viewer);
+    let id = sing(&guarded, &operator).await;
+    let (page, reveal) = (format!("GET /jobs/{id}"), format!("GET /jobs/{id}?reveal=true"));
+    let seen = guarded.asks(&page, &operator).await;
+    assert!(seen.body.contains("?reveal=true") && !seen.body.contains(CANARY), "{}", seen.body);
+    assert!(
+        !guarded.asks(&page, &viewer).await.body.contains("?reveal=true"),
+        "it is not for them"
+    );
+    assert_eq!(guarded.asks(&reveal, &viewer).await.status, 403);
+    let shown = guarded.asks(&reveal, &operator).await;
+    assert!(shown.status == 200 && shown.body.matches(CANARY).count() >= 5, "{}", shown.body);
+    let log = guarded.log(5).await;
+    let looked: Vec<_> = log
+        .iter()
+        .filter(|entry| entry.action == "GET /jobs/{id}")
+        .map(|entry| (entry.who.as_str(), entry.outcome.as_str()))
+        .collect();
+    assert_eq!(looked, [("token:viewer", "refused"), ("token:worker", "done")]);
+    guarded.end().await;
+}
+
+#[tokio::test]
+async fn secrets_that_processes_wrote_before_their_ends_are_shown_nowhere() {
+    let guarded = Guarded::start().await;
+    let operator = guarded.token("worker", Role::Operator);
+    let head = format!("Authorization: {operator}\r\n");
+    let mut feed = guarded.server.feed("/events?topics=supervisor,worker", &head).await;
+    let note = format!("it has ended: --password {CANARY}");
+    let beat = json!({"queues": ["default"], "note": note, "state": "stopping"});
+    let told = guarded.tells("POST /api/v1/workers/anna/beat", &operator, beat).await;
+    assert_eq!(told.status, 200, "{told:?}");
+    let report = json!({"host": "here", "version": "1", "instance": "a", "queues": ["default"],
+        "balance": "simple", "min": 1, "max": 1, "wanted": 1, "state": "crash-looping",
+        "last_exit": format!("exit code 1, token={CANARY}"), "stderr": format!("secret: {CANARY}")});
+    let told = guarded.tells("POST /api/v1/supervisors/boss:here/beat", &operator, report).await;
+    assert_eq!(told.status, 200, "{told:?}");
+    let mut missing = vec!["supervisor", "worker"];
+    while !missing.is_empty() {
+        let message = tokio::time::timeout(PATIENCE, feed.event()).await.expect("in time").unwrap();
+        assert!(!message.data.to_string().contains(CANARY), "{message:?}");
+        missing.retain(|topic| *topic != message.event);
+    }
+    for path in ["/workers", "/api/v1/workers"] {
+        let seen = guarded.asks(&format!("GET {path}"), &operator).await;
+        assert!(seen.status == 200 && seen.body.contains("exit code 1"), "{path}: {}", seen.body);
+        assert!(!seen.body.contains(CANARY), "{path}: {}", seen.body);
+    }
+    guarded.end().await;
+}
+
+#[tokio::test]
 async fn a_search_does_not_find_what_is_hidden() {
     let guarded = Guarded::start().await;
     let operator = guarded.token("worker", Role::Operator);

@@ -43,7 +43,13 @@ const CHANGES: &[(&str, &str, &str)] = &[
 ];
 
 /// What is read by others than viewers.
-const READS: &[(&str, &str)] = &[("/api/v1/audit", "admin"), ("/healthz", ""), ("/readyz", "")];
+const READS: &[(&str, &str)] = &[
+    ("/api/v1/audit", "admin"),
+    ("/api/v1/workers/{id}/wake", "operator"),
+    ("/api/v1/supervisors/{name}/wake", "operator"),
+    ("/healthz", ""),
+    ("/readyz", ""),
+];
 
 /// The least role for a route; nothing for those that are anybody's.
 fn least(method: &str, path: &str) -> Option<Role> {
@@ -147,9 +153,13 @@ const PAGES: &[(&str, &str, &str)] = &[
     ("get", "/assets/{hash}/{*name}", ""),
 ];
 
+/// What people sign in and out with. That comes last: it ends what the others need.
+const SIGN_IN: &[(&str, &str, &str)] =
+    &[("get", "/login", ""), ("post", "/login", ""), ("post", "/logout", "viewer")];
+
 /// The pages and forms that there are, as the source has them: no description tells of them.
-fn routes_of_pages() -> BTreeSet<(&'static str, &'static str)> {
-    let (_, table) = include_str!("../../src/page.rs").split_once("fn routes()").unwrap();
+fn routes_of(source: &'static str, table: &str) -> BTreeSet<(&'static str, &'static str)> {
+    let (_, table) = source.split_once(table).unwrap();
     let (table, _) = table.split_once("\n}").unwrap();
     let of = |method: &'static str| {
         let calls = table.split(method).skip(1).filter(|rest| rest.starts_with('('));
@@ -161,7 +171,11 @@ fn routes_of_pages() -> BTreeSet<(&'static str, &'static str)> {
 #[tokio::test]
 async fn every_page_and_form_lets_in_exactly_those_who_may() {
     let listed: BTreeSet<_> = PAGES.iter().map(|(method, path, _)| (*method, *path)).collect();
-    assert_eq!(routes_of_pages(), listed, "who may use it? Say so in PAGES");
+    let there = routes_of(include_str!("../../src/page.rs"), "fn routes()");
+    assert_eq!(there, listed, "who may use it? Say so in PAGES");
+    let listed: BTreeSet<_> = SIGN_IN.iter().map(|(method, path, _)| (*method, *path)).collect();
+    let there = routes_of(include_str!("../../src/api.rs"), "fn sign_in()");
+    assert_eq!(there, listed, "who may use it? Say so in SIGN_IN");
     let guarded = Guarded::start().await;
     let mut callers = Vec::new();
     for (name, role) in [("vera", Role::Viewer), ("otto", Role::Operator)] {
@@ -170,7 +184,7 @@ async fn every_page_and_form_lets_in_exactly_those_who_may() {
     }
     // What a form needs, and a session that was never opened.
     callers.push((None, guarded.form().await));
-    for (method, path, least) in PAGES {
+    for (method, path, least) in PAGES.iter().chain(SIGN_IN) {
         let needed: Option<Role> = least.parse().ok();
         let target = path
             .replace("{id}", "1")
@@ -187,6 +201,11 @@ async fn every_page_and_form_lets_in_exactly_those_who_may() {
             } else {
                 guarded.post(browser, &target, "back=/").await
             };
+            if (*method, *path) == ("post", "/login") {
+                // They get as far as being told that nobody is called so.
+                assert!(answer.body.contains("name or the password is wrong"), "{answer:?}");
+                continue;
+            }
             let expected = match (needed, role) {
                 (Some(_), None) => "401",
                 (Some(needed), Some(role)) if *role < needed => "403",

@@ -6,9 +6,11 @@ use std::time::{Duration, SystemTime};
 use async_trait::async_trait;
 use vedetta_db::Clock;
 use vedetta_db::postgres::tokio_postgres::{Error, Row};
-use vedetta_db::postgres::{Postgres, PostgresError};
+use vedetta_db::postgres::{Postgres, PostgresError, Transaction};
 
-use super::{All, Roster, RosterError, Status, SupervisorRecord, WorkerRecord, joined, split};
+use super::{
+    All, HALTED, Roster, RosterError, Status, SupervisorRecord, WorkerRecord, joined, split,
+};
 
 /// The roster of one database; clones share it.
 #[derive(Clone)]
@@ -49,9 +51,10 @@ const SAVE: &str = "
         last_heartbeat = excluded.last_heartbeat, updated_at = excluded.updated_at";
 
 const SAVE_SUPERVISOR: &str = "
-    INSERT INTO vedetta_supervisor (name, host, last_heartbeat)
-    VALUES ($1, $2, clock_timestamp() - make_interval(secs => $3))
-    ON CONFLICT (name) DO UPDATE SET host = excluded.host, last_heartbeat = excluded.last_heartbeat";
+    INSERT INTO vedetta_supervisor (name, host, last_heartbeat, halted)
+    VALUES ($1, $2, clock_timestamp() - make_interval(secs => $3), $4)
+    ON CONFLICT (name) DO UPDATE SET host = excluded.host, last_heartbeat = excluded.last_heartbeat,
+        halted = excluded.halted";
 
 const ALL: &str = "
     SELECT id, supervisor, queues, pid, host, version, status, inside, birth, capacity, note, started_at,
@@ -59,7 +62,7 @@ const ALL: &str = "
     FROM vedetta_worker ORDER BY id COLLATE \"C\"";
 
 const SUPERVISORS: &str = "
-    SELECT name, host, extract(epoch FROM clock_timestamp() - last_heartbeat)::float8
+    SELECT name, host, extract(epoch FROM clock_timestamp() - last_heartbeat)::float8, halted
     FROM vedetta_supervisor ORDER BY name COLLATE \"C\"";
 
 /// None if it is in the future.
@@ -89,6 +92,17 @@ fn worker(row: &Row) -> Result<WorkerRecord, Error> {
         created: row.try_get::<_, SystemTime>(13)?,
         updated: row.try_get::<_, SystemTime>(14)?,
     })
+}
+
+async fn save_supervisors(
+    tx: &Transaction<'_>,
+    supervisors: &[SupervisorRecord],
+) -> Result<(), Error> {
+    let insert = tx.prepare_cached(SAVE_SUPERVISOR).await?;
+    for SupervisorRecord { name, host, halted, seen } in supervisors {
+        tx.execute(&insert, &[name, host, &seen.as_secs_f64(), halted]).await?;
+    }
+    Ok(())
 }
 
 #[async_trait]
@@ -129,11 +143,15 @@ impl Roster for PostgresRoster {
             )
             .await?;
         }
-        let insert = tx.prepare_cached(SAVE_SUPERVISOR).await?;
-        for supervisor in supervisors {
-            let seen = supervisor.seen.as_secs_f64();
-            tx.execute(&insert, &[&supervisor.name, &supervisor.host, &seen]).await?;
-        }
+        save_supervisors(&tx, supervisors).await?;
+        tx.commit().await?;
+        Ok(())
+    }
+
+    async fn keep(&self, supervisors: &[SupervisorRecord]) -> Result<(), RosterError> {
+        let mut client = self.0.client().await?;
+        let tx = client.transaction().await?;
+        save_supervisors(&tx, supervisors).await?;
         tx.commit().await?;
         Ok(())
     }
@@ -144,7 +162,8 @@ impl Roster for PostgresRoster {
         let supervisors = client.query(&client.prepare_cached(SUPERVISORS).await?, &[]).await?;
         let supervisors = supervisors.iter().map(|row| {
             let seen = ago(row.try_get(2)?);
-            Ok(SupervisorRecord { name: row.try_get(0)?, host: row.try_get(1)?, seen })
+            let (name, host, halted) = (row.try_get(0)?, row.try_get(1)?, row.try_get(3)?);
+            Ok(SupervisorRecord { name, host, halted, seen })
         });
         Ok(All {
             workers: workers.iter().map(worker).collect::<Result<_, Error>>()?,
@@ -155,12 +174,17 @@ impl Roster for PostgresRoster {
     async fn prune(&self, silent: Duration) -> Result<u64, RosterError> {
         let client = self.0.client().await?;
         let mut removed = 0;
-        for table in ["vedetta_worker", "vedetta_supervisor"] {
+        for (table, which, seconds) in [
+            ("vedetta_worker", "true", silent),
+            ("vedetta_supervisor", "NOT halted", silent),
+            ("vedetta_supervisor", "halted", silent.max(HALTED)),
+        ] {
             let delete = format!(
-                "DELETE FROM {table} WHERE last_heartbeat < clock_timestamp() - make_interval(secs => $1)"
+                "DELETE FROM {table} WHERE {which}
+                 AND last_heartbeat < clock_timestamp() - make_interval(secs => $1)"
             );
             let delete = client.prepare_cached(&delete).await?;
-            removed += client.execute(&delete, &[&silent.as_secs_f64()]).await?;
+            removed += client.execute(&delete, &[&seconds.as_secs_f64()]).await?;
         }
         Ok(removed)
     }

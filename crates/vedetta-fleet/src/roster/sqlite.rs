@@ -6,7 +6,9 @@ use async_trait::async_trait;
 use vedetta_db::rusqlite::{self, Connection, Row, params};
 use vedetta_db::{Clock, Db, Purpose, ReadError, Stop, WriteError};
 
-use super::{All, Roster, RosterError, Status, SupervisorRecord, WorkerRecord, joined, split};
+use super::{
+    All, HALTED, Roster, RosterError, Status, SupervisorRecord, WorkerRecord, joined, split,
+};
 
 /// The roster of one file; clones share it.
 #[derive(Clone)]
@@ -73,12 +75,13 @@ fn save(
         ])?;
     }
     let mut insert = db.prepare_cached(
-        "INSERT INTO fleet_supervisor VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE
-         SET host = excluded.host, last_heartbeat = excluded.last_heartbeat",
+        "INSERT INTO fleet_supervisor (name, host, last_heartbeat, halted) VALUES (?, ?, ?, ?)
+         ON CONFLICT (name) DO UPDATE SET host = excluded.host,
+             last_heartbeat = excluded.last_heartbeat, halted = excluded.halted",
     )?;
     for supervisor in supervisors {
         let seen = now - Clock::millis(supervisor.seen);
-        insert.execute(params![supervisor.name, supervisor.host, seen])?;
+        insert.execute(params![supervisor.name, supervisor.host, seen, supervisor.halted])?;
     }
     Ok(())
 }
@@ -117,6 +120,14 @@ impl Roster for SqliteRoster {
         Ok(self.db.write_lazily(Purpose::Store, write).await?)
     }
 
+    async fn keep(&self, supervisors: &[SupervisorRecord]) -> Result<(), RosterError> {
+        let (supervisors, clock) = (supervisors.to_vec(), self.clock);
+        let write = move |tx: &vedetta_db::Tx<'_>| {
+            save(tx, clock.now(), &[], &supervisors).map_err(Stop::<Refused>::Sql)
+        };
+        Ok(self.db.write(Purpose::Store, write).await?)
+    }
+
     async fn all(&self) -> Result<All, RosterError> {
         let now = self.clock.now();
         let read = move |db: &Connection| {
@@ -127,11 +138,12 @@ impl Roster for SqliteRoster {
             )?;
             let workers = workers.query_map([], |row| worker(row, now))?;
             let mut supervisors = db.prepare_cached(
-                "SELECT name, host, last_heartbeat FROM fleet_supervisor ORDER BY name",
+                "SELECT name, host, last_heartbeat, halted FROM fleet_supervisor ORDER BY name",
             )?;
             let supervisors = supervisors.query_map([], |row| {
                 let seen = Clock::delay(now - row.get::<_, i64>(2)?);
-                Ok(SupervisorRecord { name: row.get(0)?, host: row.get(1)?, seen })
+                let (name, host, halted) = (row.get(0)?, row.get(1)?, row.get(3)?);
+                Ok(SupervisorRecord { name, host, halted, seen })
             })?;
             Ok(All {
                 workers: workers.collect::<rusqlite::Result<_>>()?,
@@ -143,11 +155,14 @@ impl Roster for SqliteRoster {
 
     async fn prune(&self, silent: Duration) -> Result<u64, RosterError> {
         let before = self.clock.now() - Clock::millis(silent);
+        let long_before = before.min(self.clock.now() - Clock::millis(HALTED));
         let write = move |tx: &vedetta_db::Tx<'_>| {
             let workers =
                 tx.execute("DELETE FROM fleet_worker WHERE last_heartbeat < ?", [before])?;
-            let supervisors =
-                tx.execute("DELETE FROM fleet_supervisor WHERE last_heartbeat < ?", [before])?;
+            let supervisors = tx.execute(
+                "DELETE FROM fleet_supervisor WHERE last_heartbeat < iif(halted, ?, ?)",
+                [long_before, before],
+            )?;
             Ok::<_, Stop<Refused>>(workers + supervisors)
         };
         let removed = self.db.write_lazily(Purpose::Reclaim, write).await?;

@@ -11,6 +11,7 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use super::Hire;
+use crate::desk::tail;
 use crate::wire::LONGEST_NOTE;
 
 /// What a process wrote before its end is there at once.
@@ -24,6 +25,11 @@ pub(super) struct Exit {
     pub(super) stderr: String,
 }
 
+/// What the command line of a worker has in it, of all that run on this machine.
+pub(super) fn words<'a>(supervisor: &'a str, id: &'a str) -> [&'a str; 6] {
+    ["worker", "run", "--id", id, "--supervisor", supervisor]
+}
+
 /// In a group of its own: what a terminal sends to this process is not for it.
 pub(super) fn start(
     hire: &Hire,
@@ -32,7 +38,7 @@ pub(super) fn start(
     queues: &[String],
 ) -> io::Result<Child> {
     let mut command = Command::new(&hire.program);
-    command.args(["worker", "run", "--id", id, "--supervisor", supervisor]);
+    command.args(words(supervisor, id));
     for queue in queues {
         command.args(["--queue", queue]);
     }
@@ -55,7 +61,7 @@ pub(super) async fn watch(
     tell: mpsc::Sender<(String, Exit)>,
 ) {
     let mut stderr = child.stderr.take();
-    let (mut tail, mut is_killed) = (Vec::new(), false);
+    let (mut last, mut is_killed) = (Vec::new(), false);
     let mut chunk = vec![0; 4096];
     let status = loop {
         tokio::select! {
@@ -65,7 +71,7 @@ pub(super) async fn watch(
                 // It may just have ended by itself.
                 let _ = child.start_kill();
             }
-            is_open = read(&mut stderr, &mut chunk, &mut tail), if stderr.is_some() => {
+            is_open = read(&mut stderr, &mut chunk, &mut last), if stderr.is_some() => {
                 if !is_open {
                     stderr = None;
                 }
@@ -73,26 +79,27 @@ pub(super) async fn watch(
             status = child.wait() => break status,
         }
     };
-    let rest = async { while read(&mut stderr, &mut chunk, &mut tail).await {} };
+    let rest = async { while read(&mut stderr, &mut chunk, &mut last).await {} };
     let _ = timeout(REST, rest).await;
     let exit = Exit {
         is_success: status.as_ref().is_ok_and(ExitStatus::success),
         how: status.map_or_else(|error| error.to_string(), how),
-        stderr: String::from_utf8_lossy(&tail).into_owned(),
+        stderr: tail(String::from_utf8_lossy(&last).into_owned()),
     };
     // If nobody is there, nobody is to be told.
     let _ = tell.send((id, exit)).await;
 }
 
 /// Whether there may be more.
-async fn read(stderr: &mut Option<ChildStderr>, chunk: &mut [u8], tail: &mut Vec<u8>) -> bool {
+async fn read(stderr: &mut Option<ChildStderr>, chunk: &mut [u8], last: &mut Vec<u8>) -> bool {
     let Some(stderr) = stderr else { return false };
     let Ok(count @ 1..) = stderr.read(chunk).await else { return false };
     // Nobody has to read it.
     let _ = io::stderr().write_all(&chunk[..count]);
-    tail.extend_from_slice(&chunk[..count]);
-    let surplus = tail.len().saturating_sub(LONGEST_NOTE);
-    tail.drain(..surplus);
+    last.extend_from_slice(&chunk[..count]);
+    // More than is told, so that what is cut here is cut again, where a line ends.
+    let surplus = last.len().saturating_sub(2 * LONGEST_NOTE);
+    last.drain(..surplus);
     true
 }
 
