@@ -1,4 +1,4 @@
-//! Orders carried through payment, packing and shipping, with retries and a timer: on the embedded file by
+//! Orders carried through payment, invoicing and packing, and shipping, with retries and a timer: on the embedded file by
 //! default, on PostgreSQL by a URL.
 //!
 //! ```text
@@ -29,32 +29,36 @@ use vedetta::kv::{self, Store};
 use vedetta::stage::{self, Backend, Entities, Processing, Processor, Records, SYSTEM};
 
 use journal::Journal;
-use order::{Order, Packing, Payment, Shipping, State};
+use order::{Invoicing, Order, Packing, Payment, Shipping, State};
 
 /// How long what runs may take when it is to end.
 const GRACE: Duration = Duration::from_secs(10);
 
-/// Carries orders through payment, packing and shipping.
+/// Carries orders through payment, invoicing and packing, and shipping.
 #[derive(Debug, Parser)]
 struct Args {
     /// The folder for everything that is kept, if not on PostgreSQL; one process at a time has it
-    #[arg(long, default_value = "orders-data")]
+    #[arg(long, global = true, default_value = "orders-data")]
     data: PathBuf,
     /// Where the orders are, if not in that folder: the URL of a PostgreSQL
-    #[arg(long, env = "ORDERS_DATABASE")]
+    #[arg(long, global = true, env = "ORDERS_DATABASE")]
     database: Option<String>,
     /// Where to serve the page and the API for `vedetta stage`; port 0 takes a free one
-    #[arg(long, default_value = "127.0.0.1:7171")]
+    #[arg(long, global = true, default_value = "127.0.0.1:7171")]
     http: SocketAddr,
     /// How long a parcel travels, in milliseconds
-    #[arg(long, default_value_t = 1000)]
+    #[arg(long, global = true, default_value_t = 1000)]
     travels: u64,
     /// Who works on an order and is not heard of for so long, in milliseconds, loses it to others
-    #[arg(long, default_value_t = 30_000)]
+    #[arg(long, global = true, default_value_t = 30_000)]
     lease: u64,
-    /// Stages begin after a random delay, up to so many milliseconds; without one they are handed orders at once
-    #[arg(long, default_value_t = 10)]
+    /// Two stages that want an order begin after random delays, up to so many milliseconds; without, they are handed
+    /// it at once
+    #[arg(long, global = true, default_value_t = 10)]
     spread: u64,
+    /// Divide the orders into so many shards: the same in every process
+    #[arg(long, global = true, default_value_t = 1)]
+    shards: u16,
     #[command(subcommand)]
     command: Option<Command>,
 }
@@ -122,9 +126,12 @@ impl Shop {
     async fn work(&self, pace: &Pace) -> anyhow::Result<Processing> {
         async fn start(orders: impl Backend<Order>, pace: &Pace) -> anyhow::Result<Processing> {
             let Pace { travels, lease, spread, journal } = pace;
-            let processor = Processor::new(orders).lease(*lease).spread(*spread);
-            let processor = processor.stage(journal.of(Payment)).stage(journal.of(Packing));
-            Ok(processor.stage(journal.of(Shipping { travels: *travels })).start().await?)
+            let processor =
+                Processor::new(journal.of_records(orders)).lease(*lease).spread(*spread);
+            let processor = processor.stage(journal.of(Payment)).stage(journal.of(Invoicing));
+            let shipping = Shipping { travels: *travels };
+            let processor = processor.stage(journal.of(Packing)).stage(journal.of(shipping));
+            Ok(processor.start().await?)
         }
         match self {
             Self::Sqlite(_, orders) => start(orders.clone(), pace).await,
@@ -164,14 +171,14 @@ async fn main() -> anyhow::Result<()> {
         None => {
             let records = stage::sqlite::Records::open(db.clone()).await?;
             let orders = Entities::new(records.clone(), "order", sqlite::Orders).await?;
-            (Shop::Sqlite(db, orders), api.stages(records))
+            (Shop::Sqlite(db, orders.sharded(args.shards)), api.stages(records))
         }
         Some(url) => {
             let schemas = [stage::postgres::SCHEMA, postgres::SCHEMA];
             let postgres = Postgres::open(url, &schemas).await?;
             let records = stage::postgres::Records::new(postgres.clone());
             let orders = Entities::new(records.clone(), "order", postgres::Orders).await?;
-            (Shop::Postgres(postgres, orders), api.stages(records))
+            (Shop::Postgres(postgres, orders.sharded(args.shards)), api.stages(records))
         }
     };
     match args.command {

@@ -5,16 +5,19 @@ use vedetta::db::{Db, Purpose, Schema, Stop};
 use vedetta::stage::sqlite::{Records, Table};
 use vedetta::stage::{Entities, Version};
 
-use crate::order::{Order, State};
+use crate::order::Order;
 
 pub(crate) const SCHEMA: Schema = Schema {
     component: "orders",
-    steps: &["CREATE TABLE orders (
+    steps: &[
+        "CREATE TABLE orders (
                   id      INTEGER PRIMARY KEY,
                   version INTEGER NOT NULL,
                   cents   INTEGER NOT NULL,
                   state   TEXT NOT NULL
-              ) STRICT"],
+              ) STRICT",
+        "ALTER TABLE orders ADD COLUMN is_invoiced INTEGER NOT NULL DEFAULT 0",
+    ],
 };
 
 pub(crate) struct Orders;
@@ -24,12 +27,13 @@ fn order(row: &Row<'_>) -> rusqlite::Result<Order> {
     let state = state.parse().map_err(|error: String| {
         rusqlite::Error::FromSqlConversionFailure(3, rusqlite::types::Type::Text, error.into())
     })?;
-    Ok(Order { id: row.get(0)?, version: Version(row.get(1)?), cents: row.get(2)?, state })
+    let (version, is_invoiced) = (Version(row.get(1)?), row.get(4)?);
+    Ok(Order { id: row.get(0)?, version, cents: row.get(2)?, state, is_invoiced })
 }
 
 impl Table<Order> for Orders {
     fn load(&self, db: &Connection, ids: &[i64]) -> rusqlite::Result<Vec<Order>> {
-        let sql = "SELECT id, version, cents, state FROM orders WHERE id = ?1";
+        let sql = "SELECT id, version, cents, state, is_invoiced FROM orders WHERE id = ?1";
         let mut find = db.prepare_cached(sql)?;
         let found = ids.iter().filter_map(|id| find.query_row([id], order).optional().transpose());
         found.collect()
@@ -37,11 +41,13 @@ impl Table<Order> for Orders {
 
     fn save(&self, tx: &Connection, order: &Order, read: Version) -> rusqlite::Result<bool> {
         // Without the last condition somebody else's change would be written over.
-        let sql = "UPDATE orders SET version = ?2, cents = ?3, state = ?4
-                   WHERE id = ?1 AND version = ?5";
-        let Order { id, version, cents, state } = order;
+        let sql = "UPDATE orders SET version = ?2, cents = ?3, state = ?4, is_invoiced = ?5
+                   WHERE id = ?1 AND version = ?6";
+        let Order { id, version, cents, state, is_invoiced } = order;
         let mut save = tx.prepare_cached(sql)?;
-        Ok(save.execute(params![id, version.0, cents, state.as_str(), read.0])? == 1)
+        let saved =
+            save.execute(params![id, version.0, cents, state.as_str(), is_invoiced, read.0])?;
+        Ok(saved == 1)
     }
 }
 
@@ -55,9 +61,9 @@ pub(crate) async fn place(
         let sql = "SELECT coalesce(max(id), 0) FROM orders";
         let last: i64 = tx.query_row(sql, [], |row| row.get(0))?;
         for (cents, id) in cents.into_iter().zip(last + 1..) {
-            let mut order = Order { id, version: Version::default(), cents, state: State::Placed };
+            let mut order = Order::placed(id, cents);
             orders.entity_updated(tx, &mut order)?;
-            let sql = "INSERT INTO orders VALUES (?1, ?2, ?3, ?4)";
+            let sql = "INSERT INTO orders (id, version, cents, state) VALUES (?1, ?2, ?3, ?4)";
             let mut insert = tx.prepare_cached(sql)?;
             insert.execute(params![
                 order.id,

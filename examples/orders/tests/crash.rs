@@ -1,13 +1,15 @@
 //! Orders whose workers are killed, whose database is killed and whose connections are cut, all the time.
 
+mod journal;
+
 use std::collections::HashMap;
-use std::fs::{OpenOptions, read_to_string};
-use std::io::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
+use journal::{ALL, Journal, Story};
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use testing::postgres::Server;
 use testing::{PATIENCE, Proxy};
 use tokio::time::{Instant, sleep};
@@ -18,81 +20,17 @@ use vedetta::db::rusqlite::Connection;
 const ORDERS: i64 = 600;
 const MORE: i64 = 20;
 
+/// Of those that are killed, and of those of which one stalls. On a busy machine they all do, but not for so long.
+const LEASE: &str = "5000";
+const SHORT_LEASE: &str = "3000";
+
 /// A worker, or whatever else the program is told to be.
 fn orders(data: &Path, database: Option<&str>, command: &[&str]) -> Command {
     let mut orders = Command::new(env!("CARGO_BIN_EXE_orders"));
-    orders.args(["--http", "127.0.0.1:0", "--travels", "300", "--lease", "5000", "--data"]);
+    orders.args(["--http", "127.0.0.1:0", "--travels", "300", "--shards", "4", "--data"]);
     orders.arg(data).args(database.into_iter().flat_map(|url| ["--database", url]));
     orders.args(command).stdout(Stdio::null()).stderr(Stdio::null());
     orders
-}
-
-/// What the workers did and what was done to them, in the order in which it happened.
-struct Journal(PathBuf);
-
-/// In the journal, what is done to the server is done to all workers.
-const ALL: &str = "all";
-
-impl Journal {
-    /// Somebody is about to go down: what they run may be repeated.
-    fn down(&self, who: &str) {
-        self.note(who, "down");
-    }
-
-    /// They are back.
-    fn up(&self, who: &str) {
-        self.note(who, "up");
-    }
-
-    fn note(&self, who: &str, what: &str) {
-        let file = OpenOptions::new().create(true).append(true).open(&self.0);
-        file.unwrap().write_all(format!("{who} {what}\n").as_bytes()).unwrap();
-    }
-
-    /// A run on one version of an order is repeated only if it failed, or if its worker, the server or the
-    /// line between them was down before it was repeated.
-    fn repeats_only_what_was_hit(&self) {
-        struct Run<'j> {
-            worker: &'j str,
-            begin: usize,
-            has_failed: bool,
-        }
-        let journal = read_to_string(&self.0).unwrap();
-        let mut hits: Vec<(&str, usize, usize)> = Vec::new();
-        let mut runs: HashMap<[&str; 3], Vec<Run<'_>>> = HashMap::new();
-        for (at, line) in journal.lines().enumerate() {
-            match line.split(' ').collect::<Vec<_>>()[..] {
-                [who, "down"] => hits.push((who, at, usize::MAX)),
-                [who, "up"] => {
-                    let hit = hits.iter_mut().rfind(|(hit, ..)| *hit == who);
-                    hit.expect("they were down").2 = at;
-                }
-                [worker, stage, id, version, what] => {
-                    let runs = runs.entry([stage, id, version]).or_default();
-                    if what == "begin" {
-                        runs.push(Run { worker, begin: at, has_failed: false });
-                    } else {
-                        let run = runs.iter_mut().rfind(|run| run.worker == worker);
-                        run.expect("it has begun").has_failed = what == "failed";
-                    }
-                }
-                _ => panic!("not a line of a journal: {line:?}"),
-            }
-        }
-        assert!(!runs.is_empty());
-        for (what, runs) in &runs {
-            for (run, next) in runs.iter().zip(&runs[1..]) {
-                let is_hit = hits.iter().any(|(who, from, to)| {
-                    (*who == run.worker || *who == ALL) && *from < next.begin && run.begin < *to
-                });
-                let (first, again) = (run.begin + 1, next.begin + 1);
-                assert!(
-                    run.has_failed || is_hit,
-                    "{what:?} was repeated without need: lines {first} and {again} of\n{journal}"
-                );
-            }
-        }
-    }
 }
 
 /// Ended with the test, however it ends.
@@ -100,14 +38,36 @@ struct Worker(Child);
 
 impl Worker {
     fn start(data: &Path, database: Option<&str>, spread: &str, journal: &Journal) -> Self {
+        Self::start_with(LEASE, data, database, spread, journal)
+    }
+
+    fn start_with(
+        lease: &str,
+        data: &Path,
+        database: Option<&str>,
+        spread: &str,
+        journal: &Journal,
+    ) -> Self {
         let journal = journal.0.to_str().unwrap();
-        let work = ["--spread", spread, "work", "--journal", journal];
+        let work = ["--lease", lease, "--spread", spread, "work", "--journal", journal];
         Self(orders(data, database, &work).spawn().expect("the program starts"))
     }
 
     /// As the journal has it.
     fn name(&self) -> String {
         self.0.id().to_string()
+    }
+
+    /// Stops it in its tracks: it notes nothing more.
+    fn stop(&self) {
+        let pid = Pid::from_child(&self.0);
+        kill_process(pid, Signal::STOP).expect("it can be stopped");
+        let stopped = waitpid(Some(pid), WaitOptions::UNTRACED).expect("it is ours");
+        assert!(stopped.is_some_and(|(_, status)| status.stopped()), "it ended: {stopped:?}");
+    }
+
+    fn go_on(&self) {
+        kill_process(Pid::from_child(&self.0), Signal::CONT).expect("it can go on");
     }
 
     fn kill(&mut self, journal: &Journal) {
@@ -133,7 +93,7 @@ fn place(data: &Path, database: Option<&str>, count: i64) -> bool {
 /// What the orders must be in the end: each was saved once in each of its states.
 #[derive(Debug, PartialEq, Eq)]
 struct Books {
-    /// Delivered, and of the fifth version.
+    /// Delivered, and of the sixth version.
     delivered: i64,
     /// Not paid, of the first version, and set aside.
     declined: i64,
@@ -148,7 +108,8 @@ impl Books {
     }
 }
 
-const DELIVERED: &str = "SELECT count(*) FROM orders WHERE state = 'delivered' AND version = 5";
+const DELIVERED: &str =
+    "SELECT count(*) FROM orders WHERE state = 'delivered' AND version = 6 AND is_invoiced";
 const UNPAID: &str = "SELECT count(*) FROM orders WHERE state = 'placed' AND version = 1";
 const UNDELIVERED: &str =
     "SELECT count(*) FROM orders WHERE state <> 'delivered' AND cents <= 100000";
@@ -199,6 +160,23 @@ async fn workers_killed_again_and_again_on_the_embedded_file_lose_nothing() {
 async fn count(url: &str, sql: &str) -> i64 {
     let db = Postgres::open(url, &[]).await.unwrap();
     db.client().await.unwrap().query_one(sql, &[]).await.unwrap().get(0)
+}
+
+async fn in_the_end_on_postgresql(url: &str, orders: i64) {
+    let db = Postgres::open(url, &[]).await.unwrap();
+    let declined = "SELECT count(*) FROM vedetta_stage_record JOIN vedetta_stage_lane USING (lane)
+                    WHERE stage = 'payment' AND due_at IS NULL";
+    in_the_end(orders, async || {
+        let client = db.client().await.unwrap();
+        let count = async |sql: &str| client.query_one(sql, &[]).await.unwrap().get(0);
+        let unpaid: i64 = count(UNPAID).await;
+        Books {
+            delivered: count(DELIVERED).await,
+            declined: unpaid.min(count(declined).await),
+            records: count("SELECT count(*) FROM vedetta_stage_record").await,
+        }
+    })
+    .await;
 }
 
 /// Of each order.
@@ -297,20 +275,7 @@ async fn lose_nothing_on_postgresql(spread: &str) {
     let least = ORDERS + placed.surely;
     assert!((least..=least + placed.perhaps).contains(&total), "{total} of {placed:?}");
     assert!(placed.surely > 0, "{placed:?}");
-    let db = Postgres::open(&url, &[]).await.unwrap();
-    let declined = "SELECT count(*) FROM vedetta_stage_record JOIN vedetta_stage_lane USING (lane)
-                    WHERE stage = 'payment' AND due_at IS NULL";
-    in_the_end(total, async || {
-        let client = db.client().await.unwrap();
-        let count = async |sql: &str| client.query_one(sql, &[]).await.unwrap().get(0);
-        let unpaid: i64 = count(UNPAID).await;
-        Books {
-            delivered: count(DELIVERED).await,
-            declined: unpaid.min(count(declined).await),
-            records: count("SELECT count(*) FROM vedetta_stage_record").await,
-        }
-    })
-    .await;
+    in_the_end_on_postgresql(&url, total).await;
     journal.repeats_only_what_was_hit();
 }
 
@@ -322,4 +287,72 @@ async fn workers_and_their_postgresql_killed_again_and_again_lose_nothing() {
 #[tokio::test]
 async fn killed_again_and_again_they_lose_nothing_that_a_stage_was_handed_at_once() {
     lose_nothing_on_postgresql("0").await;
+}
+
+/// Stops a worker while it packs an order.
+async fn stall<'w>(workers: &'w [Worker], journal: &Journal) -> &'w Worker {
+    let until = Instant::now() + PATIENCE;
+    let packs = |text: &str, worker: &str| {
+        let is_it = |run: &journal::Run<'_>| run.worker == worker && run.stage == "packing";
+        Story::of(text).runs.iter().any(|run| is_it(run) && !run.is_over())
+    };
+    loop {
+        for worker in workers {
+            if packs(&journal.read(), &worker.name()) {
+                worker.stop();
+                if packs(&journal.read(), &worker.name()) {
+                    return worker;
+                }
+                worker.go_on(); // it was done just then
+            }
+        }
+        assert!(Instant::now() < until, "nobody packs");
+        sleep(Duration::from_millis(1)).await;
+    }
+}
+
+/// All of them work on all shards: nothing but the claims keeps them apart.
+#[tokio::test]
+async fn processes_that_share_the_shards_never_run_one_order_at_once_unless_one_stalls() {
+    const FEW: i64 = 200;
+    let server = Server::start().await;
+    for count in [2, 4] {
+        let url = server.database().await;
+        let folders: Vec<_> = (0..count).map(|_| tempfile::tempdir().unwrap()).collect();
+        let journal = Journal(folders[0].path().join("journal"));
+        let start = |folder: &tempfile::TempDir| {
+            Worker::start_with(SHORT_LEASE, folder.path(), Some(&url), "10", &journal)
+        };
+        let workers: Vec<Worker> = folders.iter().map(start).collect();
+        let until = Instant::now() + PATIENCE;
+        let asks =
+            |worker: &Worker| journal.read().contains(&format!("{} asks 0\n", worker.name()));
+        while !workers.iter().all(asks) {
+            assert!(Instant::now() < until, "not all of them start");
+            sleep(Duration::from_millis(20)).await;
+        }
+        assert!(place(folders[0].path(), Some(&url), FEW));
+        let stalled = stall(&workers, &journal).await;
+
+        // The others get what it had when its lease is over, and only then it goes on.
+        let until = Instant::now() + PATIENCE;
+        while Story::of(&journal.read()).overlaps().is_empty() {
+            assert!(Instant::now() < until, "nobody takes over");
+            sleep(Duration::from_millis(20)).await;
+        }
+        stalled.go_on();
+        in_the_end_on_postgresql(&url, FEW).await;
+
+        let (text, name) = (journal.read(), stalled.name());
+        let story = Story::of(&text);
+        for worker in &workers {
+            assert!(story.runs.iter().any(|run| run.worker == worker.name()), "all of them worked");
+        }
+        for (first, second) in story.overlaps() {
+            let (stale, other) =
+                if first.worker == name { (first, second) } else { (second, first) };
+            assert_eq!(stale.worker, name, "nobody stalled: {first:?} {second:?}");
+            assert!(!stale.is_settled(), "both were settled: {stale:?} {other:?}");
+        }
+    }
 }
