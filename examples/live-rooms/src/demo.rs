@@ -357,7 +357,7 @@ impl Stage {
         line(format!("kill -9 {}    # {JANUS}", pid(JANUS)), goes_on);
         line(
             format!("pgrep -af {folder}"),
-            "every FFmpeg, and Janus: end any of them, and it comes back",
+            "the mixers, Janus and every FFmpeg: end any of them, and it comes back",
         );
         line(
             format!("curl -X POST {rooms}/mixers/{}/drain", MIXERS[0]),

@@ -59,6 +59,10 @@ pub struct Args {
     /// What the sound is made into
     #[arg(long, value_enum, default_value_t = Codec::Aac)]
     pub codec: Codec,
+    /// How many seconds of sound are in a segment of a stream
+    #[arg(long, value_name = "SECONDS", default_value_t = 2)]
+    #[arg(value_parser = clap::value_parser!(u8).range(1..=60))]
+    pub segment: u8,
     /// Ready for rooms at its first start, without being marked so
     #[arg(long)]
     pub ready: bool,
@@ -90,7 +94,8 @@ pub async fn run(store: Cluster, args: Args, stop: CancellationToken) -> anyhow:
         mark_ready(&store, Kind::Mixer, &args.id).await.context("cannot mark it as ready")?;
     }
     let pool = Pool::new(args.host, args.ports);
-    let making = Making { ffmpeg, owner: media.owner(), host: args.host, pool, codec: args.codec };
+    let (owner, host, codec, segment) = (media.owner(), args.host, args.codec, args.segment);
+    let making = Making { ffmpeg, owner, host, pool, codec, segment };
     let mixer = Arc::new(Mixer {
         me: args.id.clone(),
         run,
@@ -350,6 +355,7 @@ mod tests {
             host,
             pool: Pool::new(host, "42000-42003".parse().unwrap()),
             codec: Codec::Aac,
+            segment: 2,
         };
         Arc::new(Mixer {
             me: "m1".to_owned(),

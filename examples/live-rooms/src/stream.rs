@@ -67,6 +67,8 @@ pub struct Making {
     pub pool: Pool,
     /// What it makes.
     pub codec: Codec,
+    /// Seconds of sound in a segment.
+    pub segment: u8,
 }
 
 /// Is told where a stream takes its packets. It tries until it has said so, and is dropped when that is no
@@ -242,8 +244,9 @@ impl Maker {
             }
             Codec::Copy => "-c:a copy",
         }));
+        arguments.extend(["-hls_time".into(), self.making.segment.to_string().into()]);
         arguments.extend(words(
-            "-f hls -hls_time 2 -hls_list_size 6 -hls_segment_type mpegts \
+            "-f hls -hls_list_size 6 -hls_segment_type mpegts \
              -hls_flags delete_segments+append_list+omit_endlist+program_date_time+temp_file \
              -hls_segment_filename",
         ));
@@ -403,7 +406,14 @@ mod tests {
         let ports: Ports = format!("{first}-{}", first + 39).parse().unwrap();
         let pool = Pool::new(HOST, ports);
         let owner = OsString::from(format!("stream-test-{:016x}", fastrand::u64(..)));
-        let making = Making { ffmpeg, owner: owner.clone(), host: HOST, pool: pool.clone(), codec };
+        let making = Making {
+            ffmpeg,
+            owner: owner.clone(),
+            host: HOST,
+            pool: pool.clone(),
+            codec,
+            segment: 1,
+        };
         let (told, ports) = watch::channel(Vec::new());
         let (ready, is_ready) = watch::channel(true);
         let stream = Stream::start(making, folder.path().join("a room"), 7, Told(told, is_ready));

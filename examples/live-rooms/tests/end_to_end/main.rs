@@ -6,12 +6,13 @@ mod world;
 
 use std::time::{Duration, SystemTime};
 
+use live_rooms::bridge::Bridged;
 use live_rooms::model::TTL;
 use rustix::process::Signal;
 use testing::{Proxy, etcd};
 use world::{
-    MANAGER, MARK, MIXERS, OTHER_MANAGER, Ours, Process, ROOMS, State, World, ask, heard, kill,
-    marked, tail, tell, until,
+    FAR_MANAGER, MANAGER, MARK, MIXERS, OTHER_MANAGER, Ours, Process, ROOMS, State, World, ask,
+    heard, kill, marked, tail, tell, until,
 };
 
 const BUSY: &str = "busy";
@@ -31,6 +32,11 @@ async fn two_rooms(state: State, mixers: usize) -> World {
     world.open(QUIET, 2500).await;
     world.recovers("created and started", begun, SOON).await;
     world
+}
+
+/// The mixer that this one is not.
+fn other_mixer(mixer: &str) -> &'static str {
+    if mixer == MIXERS[0] { MIXERS[1] } else { MIXERS[0] }
 }
 
 /// Waits until another FFmpeg than this one streams a room.
@@ -140,9 +146,27 @@ async fn what_is_said_in_a_room_is_in_its_stream_whatever_happens_to_ffmpeg_and_
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn rooms_of_a_mixer_that_is_killed_or_cut_off_move_to_another() {
+async fn rooms_of_a_mixer_that_is_to_end_killed_or_cut_off_move_to_another() {
     let mut world = two_rooms(State::Ours(Ours::start().await), 2).await;
-    let mixer = world.mixer_of(BUSY).await;
+    let drained = world.mixer_of(BUSY).await;
+    let asked = SystemTime::now();
+    let answer = world.ask("POST", &format!("/mixers/{drained}/drain"), None).await;
+    assert_eq!((answer.0, &answer.1["state"]["draining"]), (200, &true.into()), "{answer:?}");
+    let other = other_mixer(drained);
+    world.all_are_mixed_by(other).await;
+    world.recovers("mixer drained", asked, SOON).await;
+    assert_eq!(world.ask("POST", &format!("/mixers/{drained}/uncordon"), None).await.0, 200);
+
+    // One that is asked to end leaves when its rooms have moved.
+    let (mixer, asked) = (drained, SystemTime::now());
+    world.terminate(other).await;
+    let left = format!("/mixers/{other}/heartbeat");
+    assert!(!world.heartbeats().await.contains(&left), "it does not wait for its lease");
+    let mixed_by = async |world: &World| [world.mixer_of(BUSY).await, world.mixer_of(QUIET).await];
+    assert_eq!(mixed_by(&world).await, [mixer; 2]);
+    world.recovers("mixer asked to end (SIGTERM)", asked, SOON).await;
+    world.spawn(other);
+    world.ready(other).await;
 
     // One that is back before its lease is over goes on with its rooms, also if what should have ended its FFmpegs
     // was killed, too.
@@ -159,8 +183,7 @@ async fn rooms_of_a_mixer_that_is_killed_or_cut_off_move_to_another() {
     let killed = SystemTime::now();
     world.kill(mixer);
     world.recovers("mixer killed", killed, AFTER_A_LEASE).await;
-    let other = world.mixer_of(BUSY).await;
-    assert_ne!(other, mixer);
+    world.all_are_mixed_by(other).await;
 
     // The one that has all is cut off, and comes back. What it had is not its any more.
     world.spawn(mixer);
@@ -169,12 +192,7 @@ async fn rooms_of_a_mixer_that_is_killed_or_cut_off_move_to_another() {
     world.link(other).cut();
     // The streams go on until the rooms move.
     world.go_on(&before, cut).await;
-    until("both rooms move", async || {
-        let rooms = [world.room(BUSY).await, world.room(QUIET).await];
-        let have_moved = rooms.iter().all(|room| room["mixerId"] == mixer);
-        if have_moved { Ok(()) } else { Err(format!("{rooms:?}")) }
-    })
-    .await;
+    world.all_are_mixed_by(mixer).await;
     let moved = SystemTime::now();
     world.heard(BUSY, &[440], &[2500], moved).await;
     world.heard(QUIET, &[2500], &[440], moved).await;
@@ -198,39 +216,12 @@ async fn rooms_of_a_mixer_that_is_killed_or_cut_off_move_to_another() {
     world.go_on(&before, SystemTime::now()).await;
     assert_eq!(folder(&world, "new"), new, "it is the same");
     world.recovers("mixer no longer cut off", healed, SOON).await;
-    assert_eq!((world.mixer_of(BUSY).await, world.mixer_of(QUIET).await), (mixer, mixer));
+    assert_eq!(mixed_by(&world).await, [mixer; 2]);
     world.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn rooms_of_a_mixer_that_is_to_end_move_first_and_it_leaves_nothing() {
-    let mut world = two_rooms(State::Ours(Ours::start().await), 2).await;
-    let drained = world.mixer_of(BUSY).await;
-    let asked = SystemTime::now();
-    let answer = world.ask("POST", &format!("/mixers/{drained}/drain"), None).await;
-    assert_eq!((answer.0, &answer.1["state"]["draining"]), (200, &true.into()), "{answer:?}");
-    until("its rooms have moved", async || {
-        let rooms = [world.room(BUSY).await, world.room(QUIET).await];
-        let have_moved = rooms.iter().all(|room| room["mixerId"] != drained);
-        if have_moved { Ok(()) } else { Err(format!("{rooms:?}")) }
-    })
-    .await;
-    world.recovers("mixer drained", asked, SOON).await;
-    let mixer = world.mixer_of(BUSY).await;
-    assert_ne!(mixer, drained);
-    assert_eq!(world.ask("POST", &format!("/mixers/{drained}/uncordon"), None).await.0, 200);
-
-    let asked = SystemTime::now();
-    world.terminate(mixer).await;
-    let left = format!("/mixers/{mixer}/heartbeat");
-    assert!(!world.heartbeats().await.contains(&left), "it does not wait for its lease");
-    assert_ne!(world.mixer_of(BUSY).await, mixer);
-    world.recovers("mixer asked to end (SIGTERM)", asked, SOON).await;
-    world.end().await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn rooms_go_to_another_manager_of_their_janus_and_from_a_dead_janus_to_another() {
+async fn rooms_go_to_another_manager_of_their_janus_and_from_one_janus_to_another() {
     let mut world = two_rooms(State::Ours(Ours::start().await), 1).await;
     // Asked to end, with nobody to take its rooms, a manager leaves them in Janus, and they are heard.
     let before = world.assignments().await;
@@ -238,38 +229,61 @@ async fn rooms_go_to_another_manager_of_their_janus_and_from_a_dead_janus_to_ano
     assert!(!world.heartbeats().await.contains(&format!("/januses/{MANAGER}/heartbeat")));
     assert_eq!(world.janus.rooms().await, [BUSY, QUIET]);
     world.go_on(&before, SystemTime::now()).await;
-    world.spawn(MANAGER);
-    world.ready(MANAGER).await;
 
     // Another manager of the same Janus makes the rooms its own, and then is content.
-    world.kill(MANAGER);
-    let killed = SystemTime::now();
+    let begun = SystemTime::now();
     world.spawn(OTHER_MANAGER);
     world.ready(OTHER_MANAGER).await;
-    let all_are_of = async |world: &World, manager: &str| {
-        until("they are all its", async || {
-            let rooms = world.bridge().rooms().await.map_err(|error| error.to_string())?;
-            let is_its = |room: &live_rooms::bridge::Bridged| {
-                room.description == format!("live-rooms {manager}")
-            };
-            let are_its = rooms.len() == 2 && rooms.iter().all(is_its);
-            if are_its { Ok(()) } else { Err(format!("{rooms:?}")) }
-        })
-        .await;
-    };
-    all_are_of(&world, OTHER_MANAGER).await;
-    world.recovers("manager of Janus killed, and another one there", killed, AFTER_A_LEASE).await;
+    world.all_are_kept_by(OTHER_MANAGER).await;
+    let rooms = world.bridge().rooms().await.unwrap();
+    let is_its = |room: &Bridged| room.description == format!("live-rooms {OTHER_MANAGER}");
+    assert!(rooms.len() == 2 && rooms.iter().all(is_its), "{rooms:?}");
+    world.recovers("manager of Janus gone, and another one there", begun, SOON).await;
     // It looks at Janus at least once while this is said.
     let looks = world.count(OTHER_MANAGER, "looking at every room");
     world.heard(BUSY, &[440], &[2500], SystemTime::now()).await;
     assert_eq!(world.count(OTHER_MANAGER, "looking at every room"), looks);
 
-    let killed = SystemTime::now();
+    // With a second Janus, what comes goes to where the fewest are.
     world.another_janus().await;
-    world.spawn(MANAGER);
-    world.ready(MANAGER).await;
-    all_are_of(&world, MANAGER).await;
-    world.recovers("Janus dead, and another one there", killed, AFTER_A_LEASE).await;
+    world.spawn(FAR_MANAGER);
+    world.ready(FAR_MANAGER).await;
+    let begun = SystemTime::now();
+    world.open("new", 1000).await;
+    world.open("newer", 3300).await;
+    world.recovers("two rooms in each of two Januses", begun, SOON).await;
+    assert_eq!(world.janus.rooms().await, [BUSY, QUIET]);
+    assert_eq!(world.far_rooms().await, ["new", "newer"]);
+
+    let asked = SystemTime::now();
+    let answer = world.ask("POST", &format!("/januses/{FAR_MANAGER}/drain"), None).await;
+    assert_eq!((answer.0, &answer.1["state"]["draining"]), (200, &true.into()), "{answer:?}");
+    world.all_are_kept_by(OTHER_MANAGER).await;
+    world.recovers("Janus drained, and another one there", asked, SOON).await;
+    assert_eq!(world.far_rooms().await, [""; 0]);
+    assert_eq!(world.ask("POST", &format!("/januses/{FAR_MANAGER}/uncordon"), None).await.0, 200);
+
+    // Without its manager a Janus goes on, until its rooms are in the other one; and what it still has goes when a
+    // manager is back.
+    let (before, killed) = (world.assignments().await, SystemTime::now());
+    world.kill(OTHER_MANAGER);
+    world.go_on(&before[..1], killed).await;
+    world.all_are_kept_by(FAR_MANAGER).await;
+    let (after, moved) = (world.assignments().await, SystemTime::now());
+    world.go_on(&after, moved).await;
+    let fault = "manager of Janus killed, and another Janus there";
+    tell(fault, "4 streams had the right tone from there", killed);
+    assert!(killed.elapsed().unwrap() < AFTER_A_LEASE);
+    assert_eq!(world.janus.rooms().await, [BUSY, "new", "newer", QUIET], "nobody ends them");
+    world.spawn(OTHER_MANAGER);
+    world.ready(OTHER_MANAGER).await;
+    world.settled().await;
+    assert_eq!(world.janus.rooms().await, [""; 0]);
+
+    let killed = SystemTime::now();
+    world.end_the_other_janus();
+    world.all_are_kept_by(OTHER_MANAGER).await;
+    world.recovers("Janus dead, and another one there", killed, SOON).await;
     world.end().await;
 }
 
@@ -348,9 +362,10 @@ async fn rooms_outlive_the_leader_of_their_etcd() {
         if world.try_open("new", 1000).await { Ok(()) } else { Err("not yet".to_owned()) }
     })
     .await;
+    let led = tokio::time::Instant::now();
     world.recovers("leader of etcd killed, and a new room", killed, AFTER_A_LEASE).await;
     // Longer than any lease: nobody was taken for dead.
-    tokio::time::sleep(TTL + Duration::from_secs(1)).await;
+    tokio::time::sleep_until(led + TTL + Duration::from_secs(1)).await;
     let (before, now) = (world.assignments().await, SystemTime::now());
     world.recovers("leader of etcd killed, leases later", now, SOON).await;
     let twice = before.iter().all(|(_, assignments)| *assignments == 2);

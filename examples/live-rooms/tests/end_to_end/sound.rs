@@ -42,22 +42,40 @@ pub(crate) fn segments(playlist: &Path) -> Vec<Segment> {
     all
 }
 
-/// Whether a tone is in a segment; nothing if it can neither be said to be there nor not to be.
-pub(crate) fn has(segment: &Segment, hz: u32) -> Option<bool> {
-    match level(&segment.path, hz)? {
+/// Whether each of these tones is in a segment; nothing if it can neither be said to be there nor not to be.
+pub(crate) fn has(segment: &Segment, tones: &[u32]) -> Vec<Option<bool>> {
+    let is_there = |level: f64| match level {
         level if level > THERE => Some(true),
         level if level < ABSENT => Some(false),
         _ => None,
-    }
+    };
+    levels(&segment.path, tones).into_iter().map(|level| level.and_then(is_there)).collect()
 }
 
-/// How loud the band around a tone is on the average, in dB.
-fn level(path: &Path, hz: u32) -> Option<f64> {
-    let band = format!("bandpass=f={hz}:width_type=h:w=50,volumedetect");
-    let output = ffmpeg(&["-i", &path.to_string_lossy(), "-af", &band, "-f", "null", "-"]);
+/// How loud the band around each of these tones is on the average, in dB.
+fn levels(path: &Path, tones: &[u32]) -> Vec<Option<f64>> {
+    let mut graph = format!("[0:a]asplit={}", tones.len());
+    graph.extend(tones.iter().map(|hz| format!("[of{hz}]")));
+    graph.extend(
+        tones.iter().map(|hz| {
+            format!(";[of{hz}]bandpass=f={hz}:width_type=h:w=50,volumedetect@{hz}[{hz}]")
+        }),
+    );
+    let outputs: Vec<String> = tones.iter().map(|hz| format!("[{hz}]")).collect();
+    let path = path.to_string_lossy();
+    let mut arguments = vec!["-i", &*path, "-filter_complex", &*graph];
+    arguments.extend(outputs.iter().flat_map(|output| ["-map", &**output]));
+    arguments.extend(["-f", "null", "-"]);
+    let output = ffmpeg(&arguments);
     let told = String::from_utf8_lossy(&output.stderr).into_owned();
-    let mean = told.split_once("mean_volume: ")?.1.split_whitespace().next()?;
-    Some(mean.parse().unwrap_or(f64::NEG_INFINITY)) // `-inf` where there is nothing at all
+    let level = |hz: &u32| {
+        let of = format!("[volumedetect@{hz} ");
+        let mut lines = told.lines().filter(|line| line.starts_with(&of));
+        let mean = lines.find_map(|line| line.split_once("mean_volume: "))?.1;
+        let mean = mean.split_whitespace().next()?;
+        Some(mean.parse().unwrap_or(f64::NEG_INFINITY)) // `-inf` where there is nothing at all
+    };
+    tones.iter().map(level).collect()
 }
 
 /// A file of three seconds with a tone in it.

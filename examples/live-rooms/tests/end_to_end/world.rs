@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
-use live_rooms::bridge::Bridge;
+use live_rooms::bridge::{Bridge, Bridged};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -32,13 +32,18 @@ const PATIENCE: Duration = Duration::from_secs(90);
 /// In the environment of all that is started here, and so in that of all that they start.
 pub(crate) const MARK: &str = "LIVE_ROOMS_TEST";
 /// Ports of each mixer.
-const PORTS: u16 = 16;
+const PORTS: u16 = 24;
+/// Seconds. So a fault and its end are heard sooner than in those of 2 s that a mixer makes unless told otherwise.
+const SEGMENT: &str = "1";
 /// The modules. The first mixer is the first to be started.
 pub(crate) const MIXERS: [&str; 2] = ["m1", "m2"];
 pub(crate) const MANAGER: &str = "j1";
-/// Is not started by itself.
+/// Of the same Janus. Is not started by itself.
 pub(crate) const OTHER_MANAGER: &str = "j2";
+/// Of the other Janus. Is not started by itself.
+pub(crate) const FAR_MANAGER: &str = "j3";
 pub(crate) const ROOMS: &str = "rooms";
+const NAMES: [&str; 6] = [MIXERS[0], MIXERS[1], MANAGER, OTHER_MANAGER, FAR_MANAGER, ROOMS];
 
 /// Where the state is.
 pub(crate) enum State {
@@ -86,9 +91,11 @@ impl Ours {
 pub(crate) struct World {
     pub(crate) state: State,
     pub(crate) janus: Janus,
+    /// Another one, if there is one.
+    far_janus: Option<Janus>,
     cluster: Cluster,
-    /// Where the rooms are.
-    bridge: Arc<Mutex<Bridge>>,
+    /// Where the rooms are: every Janus that runs.
+    bridges: Arc<Mutex<Vec<Bridge>>>,
     /// Of each process, its way to the store.
     links: BTreeMap<&'static str, Proxy>,
     processes: BTreeMap<&'static str, Process>,
@@ -109,23 +116,23 @@ impl World {
         let folder = tempfile::Builder::new().prefix("live-rooms-test-").tempdir().unwrap();
         let mark = folder.path().to_string_lossy().into_owned();
         let janus = Janus::start(&[(MARK, &mark)]).await;
-        let bridge = Bridge::new(&janus.admin(), ADMIN_SECRET, ADMIN_KEY);
-        let bridge = Arc::new(Mutex::new(bridge));
+        let bridges = Arc::new(Mutex::new(vec![bridge(&janus)]));
         let (cluster, mut links) = (state.cluster(), BTreeMap::new());
         if let State::Ours(ours) = &state {
-            for name in MIXERS.into_iter().chain([MANAGER, OTHER_MANAGER, ROOMS]) {
+            for name in NAMES {
                 links.insert(name, Proxy::to(ours.address).await);
             }
         }
         let tones = Arc::default();
         let files = folder.path().join("tones");
         std::fs::create_dir(&files).unwrap();
-        let playing = tokio::spawn(play(Arc::clone(&bridge), files, Arc::clone(&tones)));
+        let playing = tokio::spawn(play(Arc::clone(&bridges), files, Arc::clone(&tones)));
         let mut world = Self {
             state,
             janus,
+            far_janus: None,
             cluster,
-            bridge,
+            bridges,
             links,
             processes: BTreeMap::new(),
             api: String::new(),
@@ -155,14 +162,14 @@ impl World {
         };
         let (kind, arguments) = match name {
             ROOMS => ("rooms", vec!["--listen".to_owned(), self.listen()]),
-            MANAGER | OTHER_MANAGER => {
-                ("janus", words(&["--id", name, "--admin", &self.janus.admin(), "--ready"]))
-            }
+            MANAGER | OTHER_MANAGER => ("janus", manager(name, &self.janus)),
+            FAR_MANAGER => ("janus", manager(name, self.far_janus.as_ref().expect("it is there"))),
             mixer => {
                 let first = self.ports[usize::from(mixer == MIXERS[1])];
                 let (ports, media) = (format!("{first}-{}", first + PORTS - 1), self.media());
                 let media = media.to_string_lossy().into_owned();
                 let mut arguments = words(&["--id", mixer, "--ports", &ports, "--media", &media]);
+                arguments.extend(words(&["--segment", SEGMENT]));
                 // Busy or not, it goes when its rooms are elsewhere.
                 arguments.extend(words(&["--drain", "60", "--ready"]));
                 ("mixer", arguments)
@@ -219,17 +226,27 @@ impl World {
         assert!(status.success(), "{name}: {status}\n{}", self.logs());
     }
 
-    /// Ends Janus for good, and has another one.
+    /// Has another Janus beside the one there is.
     pub(crate) async fn another_janus(&mut self) {
-        self.janus.kill();
-        self.janus = Janus::start(&[(MARK, &self.mark)]).await;
-        let bridge = Bridge::new(&self.janus.admin(), ADMIN_SECRET, ADMIN_KEY);
-        *self.bridge.lock().unwrap() = bridge;
+        let janus = Janus::start(&[(MARK, &self.mark)]).await;
+        self.bridges.lock().unwrap().push(bridge(&janus));
+        self.far_janus = Some(janus);
     }
 
-    /// The Janus in which the rooms are.
+    /// Ends that one for good.
+    pub(crate) fn end_the_other_janus(&mut self) {
+        self.bridges.lock().unwrap().truncate(1);
+        self.far_janus.take().expect("it is there").kill();
+    }
+
+    /// The rooms in it.
+    pub(crate) async fn far_rooms(&self) -> Vec<String> {
+        self.far_janus.as_ref().expect("it is there").rooms().await
+    }
+
+    /// The first Janus.
     pub(crate) fn bridge(&self) -> Bridge {
-        self.bridge.lock().unwrap().clone()
+        bridge(&self.janus)
     }
 
     /// How often a process has said this in its log.
@@ -369,6 +386,31 @@ impl World {
         self.settled().await;
     }
 
+    /// Waits until a mixer has every room.
+    pub(crate) async fn all_are_mixed_by(&self, mixer: &str) {
+        self.all_are_of("mixer", mixer).await;
+    }
+
+    /// Waits until the manager of a Janus has every room.
+    pub(crate) async fn all_are_kept_by(&self, manager: &str) {
+        self.all_are_of("janus", manager).await;
+    }
+
+    /// Every room is assigned to this module, and it has said that it runs it.
+    async fn all_are_of(&self, kind: &str, module: &str) {
+        let (id, rooms) = (format!("{kind}Id"), self.tones.lock().unwrap().clone());
+        until(&format!("{module} has every room"), async || {
+            for room in rooms.keys() {
+                let room = self.room(room).await;
+                if room[&id] != module || room[kind][&id] != module {
+                    return Err(format!("{room}\n{}", self.logs()));
+                }
+            }
+            Ok(())
+        })
+        .await;
+    }
+
     /// The rooms, and how often each was assigned to somebody.
     pub(crate) async fn assignments(&self) -> Vec<(String, u64)> {
         let rooms = self.tones.lock().unwrap().clone();
@@ -396,9 +438,16 @@ impl World {
             let is_same = there == rooms;
             if is_same { Ok(()) } else { Err(format!("{what}: {there:?}, not {rooms:?}")) }
         };
-        let bridge = self.bridge();
-        let in_janus = bridge.rooms().await.map_err(|error| error.to_string())?;
-        same("rooms in Janus", &in_janus.into_iter().map(|room| room.room).collect())?;
+        let (mut forwarders, bridges) = (BTreeMap::new(), self.bridges.lock().unwrap().clone());
+        for bridge in bridges {
+            for Bridged { room, .. } in bridge.rooms().await.map_err(|error| error.to_string())? {
+                let sends = bridge.forwarders(&room).await.map_err(|error| error.to_string())?;
+                if forwarders.insert(room.clone(), sends).is_some() {
+                    return Err(format!("{room} is in two Januses"));
+                }
+            }
+        }
+        same("rooms in Janus", &forwarders.keys().cloned().collect())?;
         let folders = std::fs::read_dir(self.media()).into_iter().flatten().flatten();
         let folders = folders.filter(|entry| entry.path().is_dir());
         same(
@@ -421,7 +470,7 @@ impl World {
         let mut ports = BTreeSet::new();
         for room in rooms {
             let at = &keys[&format!("/rooms/{room}/mixer")];
-            let there = bridge.forwarders(room).await.map_err(|error| error.to_string())?;
+            let there = &forwarders[room];
             let fits = |it: &live_rooms::bridge::Forwarder| {
                 json!(it.port) == at["port"] && json!(it.ssrc) == at["ssrc"]
             };
@@ -468,6 +517,7 @@ impl World {
             assert!(status.success(), "{name}: {status}\n{}", self.logs());
         }
         self.janus.kill();
+        self.far_janus = None;
         until("every process is gone", async || {
             let left = marked(&self.mark);
             if left.is_empty() { Ok(()) } else { Err(format!("{left:?} are left")) }
@@ -479,11 +529,10 @@ impl World {
 
     /// The last that every process said.
     fn logs(&self) -> String {
-        let names = MIXERS.into_iter().chain([MANAGER, OTHER_MANAGER, ROOMS]);
         let log = |name: &str| {
             format!("--- {name}\n{}", tail(&self.folder.path().join(format!("{name}.log"))))
         };
-        names.map(log).collect::<Vec<_>>().join("\n")
+        NAMES.map(log).join("\n")
     }
 }
 
@@ -586,17 +635,19 @@ pub(crate) async fn ask(method: &str, uri: &str, body: Option<Value>) -> (u16, V
 
 /// Plays to every room what is to be played there, again when the room is new.
 async fn play(
-    bridge: Arc<Mutex<Bridge>>,
+    bridges: Arc<Mutex<Vec<Bridge>>>,
     folder: PathBuf,
     tones: Arc<Mutex<BTreeMap<String, u32>>>,
 ) {
     let mut files = BTreeMap::new();
     loop {
-        let (now, bridge) = (tones.lock().unwrap().clone(), bridge.lock().unwrap().clone());
+        let (now, bridges) = (tones.lock().unwrap().clone(), bridges.lock().unwrap().clone());
         for (room, hz) in now {
             let file = files.entry(hz).or_insert_with(|| sound::tone(&folder, hz));
-            // The room may not be there yet, or not any more.
-            let _ = bridge.play(&room, &file.to_string_lossy(), "tone").await;
+            for bridge in &bridges {
+                // The room may not be there, or not yet, or not any more.
+                let _ = bridge.play(&room, &file.to_string_lossy(), "tone").await;
+            }
         }
         tokio::time::sleep(LOOK_AGAIN).await;
     }
@@ -611,28 +662,28 @@ pub(crate) async fn heard(
     logs: impl Fn() -> String,
 ) -> Segment {
     let mut looked_at = BTreeSet::new();
-    let found: Segment = until(&format!("{tones:?} in {}", playlist.display()), async || {
+    until(&format!("{tones:?} in {}", playlist.display()), async || {
         let segments = sound::segments(playlist);
         for segment in segments.iter().filter(|segment| segment.begun >= since) {
             if !looked_at.insert(segment.path.clone()) {
                 continue;
             }
+            let has = sound::has(segment, &[tones, others].concat());
+            let (own, of_others) = has.split_at(tones.len());
             // Also in those in which its own is not there yet.
-            for hz in others {
-                let is_there = sound::has(segment, *hz) == Some(true);
-                assert!(!is_there, "{hz} Hz in {}\n{}", segment.path.display(), logs());
+            for (hz, has) in others.iter().zip(of_others) {
+                assert_ne!(*has, Some(true), "{hz} Hz in {}\n{}", segment.path.display(), logs());
             }
-            if tones.iter().all(|hz| sound::has(segment, *hz) == Some(true)) {
+            if own.iter().all(|has| *has == Some(true)) {
+                for (hz, has) in others.iter().zip(of_others) {
+                    assert_eq!(*has, Some(false), "{hz} Hz in {}", segment.path.display());
+                }
                 return Ok(segment.clone());
             }
         }
         Err(format!("segments: {segments:?}\n{}", logs()))
     })
-    .await;
-    for hz in others {
-        assert_eq!(sound::has(&found, *hz), Some(false), "{hz} Hz in {}", playlist.display());
-    }
-    found
+    .await
 }
 
 /// Tells how long something took that is so now.
@@ -681,7 +732,7 @@ fn bound(firsts: &[u16]) -> BTreeSet<u16> {
 /// The first of some ports for each of two, that nobody uses now, and that neither the system nor Janus gives anybody.
 fn free_ports() -> [u16; 2] {
     for _ in 0..1000 {
-        let first = 10_000 + fastrand::u16(..312) * PORTS * 2;
+        let first = 10_000 + fastrand::u16(..10_000 / PORTS / 2) * PORTS * 2;
         let both = first..first + PORTS * 2;
         let held = both.map(|port| UdpSocket::bind((Ipv4Addr::LOCALHOST, port)));
         if held.collect::<Result<Vec<_>, _>>().is_ok() {
@@ -689,6 +740,15 @@ fn free_ports() -> [u16; 2] {
         }
     }
     panic!("there are no free ports");
+}
+
+fn bridge(janus: &Janus) -> Bridge {
+    Bridge::new(&janus.admin(), ADMIN_SECRET, ADMIN_KEY)
+}
+
+/// What a manager of a Janus is told. If nobody takes its rooms it does not wait for long.
+fn manager(name: &str, janus: &Janus) -> Vec<String> {
+    words(&["--id", name, "--admin", &janus.admin(), "--drain", "1", "--ready"])
 }
 
 fn words(words: &[&str]) -> Vec<String> {
