@@ -8,6 +8,7 @@ mod callers;
 mod calls;
 mod client;
 mod leases;
+mod line;
 mod million;
 mod server;
 mod sides;
@@ -77,7 +78,8 @@ enum Scenario {
     Leases,
     /// A million keys: memory, and a restart.
     Million,
-    /// Our puts and reads against a gRPC server that does nothing.
+    /// Our puts and reads, and etcd's puts, against a gRPC server that does nothing, and one that writes to a
+    /// plain log and flushes it.
     Ceiling,
 }
 
@@ -240,11 +242,21 @@ async fn million(args: &Args) -> anyhow::Result<Vec<String>> {
 
 async fn ceiling(args: &Args) -> anyhow::Result<Vec<String>> {
     println!(
-        "{:<20} {:>9} {:>9} {:>6} {:>9} {:>6}   {:>19}",
-        "clients", "echo/s", "puts/s", "share", "reads/s", "share", "µs echo put read"
+        "{:<9} {:>8} {:>8} {:>8} {:>8} {:>8}   {:>8} {:>8} {:>8} {:>9}   {:>24}",
+        "clients",
+        "echo/s",
+        "log/s",
+        "etcd/s",
+        "puts/s",
+        "reads/s",
+        "log:etcd",
+        "put:log",
+        "put:echo",
+        "read:echo",
+        "µs echo  log  put read"
     );
     for (callers, connections) in CLIENTS {
-        let (mut puts, mut gets) = (Rounds::default(), Rounds::default());
+        let mut rounds = Vec::new();
         for _ in 0..args.rounds {
             let one = async |kind, start, call| {
                 let measure = async |server: &mut Server, time| {
@@ -252,21 +264,36 @@ async fn ceiling(args: &Args) -> anyhow::Result<Vec<String>> {
                 };
                 side(args, kind, &measure).await
             };
-            let echo = one(Kind::Echo, Start::Empty, Call::Echo).await?;
-            puts.0.push((echo, one(Kind::Vedetta, Start::Empty, Call::Put).await?));
-            gets.0.push((echo, one(Kind::Vedetta, Start::Written, Call::Get).await?));
+            rounds.push([
+                one(Kind::Echo, Start::Empty, Call::Echo).await?,
+                one(Kind::Echo, Start::Empty, Call::Log).await?,
+                one(Kind::Etcd, Start::Empty, Call::Put).await?,
+                one(Kind::Vedetta, Start::Empty, Call::Put).await?,
+                one(Kind::Vedetta, Start::Written, Call::Get).await?,
+            ]);
         }
+        let of = |figure: &dyn Fn(&[Figures; 5]) -> f64| {
+            median(&mut rounds.iter().map(figure).collect::<Vec<_>>())
+        };
+        let rate = |of_side: usize| of(&|round| round[of_side].rate);
+        let cpu = |of_side: usize| of(&|round| round[of_side].cpu);
+        let ratio = |ours: usize, other: usize| of(&|round| round[ours].rate / round[other].rate);
         println!(
-            "{:<20} {:>9.0} {:>9.0} {:>6.2} {:>9.0} {:>6.2}   {:>7.1}{:>6.1}{:>6.1}",
+            "{:<9} {:>8.0} {:>8.0} {:>8.0} {:>8.0} {:>8.0}   {:>8.2} {:>8.2} {:>8.2} {:>9.2}   {:>9.1} {:>4.1} {:>4.1} {:>4.1}",
             format!("{callers} on {connections}"),
-            puts.etcd(|f| f.rate),
-            puts.ours(|f| f.rate),
-            puts.ratio(|f| f.rate),
-            gets.ours(|f| f.rate),
-            gets.ratio(|f| f.rate),
-            puts.etcd(|f| f.cpu),
-            puts.ours(|f| f.cpu),
-            gets.ours(|f| f.cpu),
+            rate(0),
+            rate(1),
+            rate(2),
+            rate(3),
+            rate(4),
+            ratio(1, 2),
+            ratio(3, 1),
+            ratio(3, 0),
+            ratio(4, 0),
+            cpu(0),
+            cpu(1),
+            cpu(3),
+            cpu(4),
         );
     }
     Ok(Vec::new())

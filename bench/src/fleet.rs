@@ -41,6 +41,9 @@ pub(crate) struct Args {
     /// Commands.
     #[arg(long, default_value_t = 400)]
     samples: usize,
+    /// What brings commands.
+    #[arg(long, default_value = "embedded")]
+    bus: Bus,
     /// The program [default: vedetta beside this one]
     #[arg(long)]
     program: Option<PathBuf>,
@@ -49,7 +52,44 @@ pub(crate) struct Args {
     check: bool,
 }
 
-pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+/// What brings commands.
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+enum Bus {
+    /// The file of the server.
+    Embedded,
+    /// A Redis of its own, which flushes each write.
+    Redis,
+    /// A PostgreSQL of its own.
+    Postgres,
+}
+
+/// Where commands are, while this lives; nothing for the file of the server.
+enum Place {
+    Embedded,
+    Redis(testing::redis::Server),
+    Postgres(testing::postgres::Server),
+}
+
+impl Place {
+    async fn of(bus: Bus) -> Self {
+        match bus {
+            Bus::Embedded => Self::Embedded,
+            Bus::Redis => Self::Redis(testing::redis::Server::start().await),
+            Bus::Postgres => Self::Postgres(testing::postgres::Server::start().await),
+        }
+    }
+
+    fn url(&self) -> Option<String> {
+        match self {
+            Self::Embedded => None,
+            Self::Redis(redis) => Some(redis.url()),
+            Self::Postgres(postgres) => Some(postgres.url()),
+        }
+    }
+}
+
+pub(crate) async fn run(args: &Args) -> anyhow::Result<()> {
+    let place = Place::of(args.bus).await;
     let beside = std::env::current_exe()?.with_file_name("vedetta");
     let program = args.program.clone().unwrap_or(beside);
     anyhow::ensure!(program.exists(), "there is no {}: cargo build --release", program.display());
@@ -62,6 +102,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut up = Command::new(program);
     let up = up.args(["up", "--http", "127.0.0.1:0", "--etcd", "127.0.0.1:0"]);
     let up = up.current_dir(folder.path()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let up = match place.url() {
+        Some(url) => up.env("VEDETTA_BUS_URL", url),
+        None => up.env_remove("VEDETTA_BUS_URL"),
+    };
     let server = Server::start(up)?;
 
     server.until(args.workers)?;
@@ -79,9 +123,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         std::thread::sleep(Duration::from_millis(fastrand::u64(5..15)));
     }
     let [p50, p99] = [0.5, 0.99].map(|share| quantile(&mut obeyed, share));
+    println!("commands: {:?}", args.bus);
     println!("{} idle workers: the server takes {:.2} % of a core", ids.len(), cpu * 100.0);
     println!("a command is obeyed after {:.1} ms, p99 {:.1} ms", millis(p50), millis(p99));
     drop(server);
+    drop(place);
     let missed = cpu > CPU || p99 > OBEYED;
     anyhow::ensure!(!args.check || !missed, "more than 2 % of a core, or 50 ms");
     Ok(())

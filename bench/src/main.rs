@@ -115,7 +115,7 @@ fn run(bench: Bench) -> anyhow::Result<()> {
             Bench::JobsOurs(args) => jobs::work(args).await,
             Bench::Transcode(args) => transcoding::run(args).await,
             Bench::Rooms(args) => rooms::run(args).await,
-            Bench::Fleet(args) => fleet::run(&args),
+            Bench::Fleet(args) => fleet::run(&args).await,
             Bench::Etcd(args) => etcd::run(args).await,
             Bench::EtcdServe(args) => etcd::serve(args).await,
             Bench::EtcdEcho(args) => etcd::echo(args).await,

@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use tempfile::TempDir;
 use vedetta_db::Db;
@@ -41,4 +41,15 @@ pub(crate) fn in_a_fresh_process<S: AsRef<OsStr>>(
     let status = Command::new(std::env::current_exe()?).args(args).status()?;
     anyhow::ensure!(status.success(), "a measurement in a process of its own failed: {status}");
     Ok(())
+}
+
+/// The same, with what it prints.
+pub(crate) fn told_by_a_fresh_process<S: AsRef<OsStr>>(
+    args: impl IntoIterator<Item = S>,
+) -> anyhow::Result<String> {
+    let mut command = Command::new(std::env::current_exe()?);
+    let told = command.args(args).stderr(Stdio::inherit()).output()?;
+    let status = told.status;
+    anyhow::ensure!(status.success(), "a measurement in a process of its own failed: {status}");
+    Ok(String::from_utf8(told.stdout)?)
 }

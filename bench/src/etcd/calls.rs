@@ -7,7 +7,7 @@ use prost::Message as _;
 use tokio::task::JoinSet;
 
 use super::callers::{Callers, Question};
-use super::client::{Connection, ECHO, PUT, RANGE, TXN};
+use super::client::{Connection, ECHO, LOG, PUT, RANGE, TXN};
 use super::proto;
 use super::server::Server;
 use super::sides::Figures;
@@ -32,6 +32,8 @@ pub(crate) enum Call {
     Mixed,
     /// Nothing, which only the ceiling answers.
     Echo,
+    /// A put that goes to a plain log, which only the ceiling has.
+    Log,
 }
 
 /// What is there before it begins.
@@ -94,6 +96,7 @@ fn question(call: Call) -> Question {
             Question::new(PUT, &put_of(fastrand::u64(..READ)), empty)
         }
         Call::Echo => Question::new(ECHO, &proto::Empty {}, empty),
+        Call::Log => Question::new(LOG, &put_of(fastrand::u64(..WRITTEN)), empty),
         Call::Get | Call::GetSerializable | Call::Mixed => {
             let key = key(fastrand::u64(..READ));
             get(key, Bytes::new(), call == Call::GetSerializable, found::<1>)

@@ -21,6 +21,7 @@ pub(crate) const TXN: &str = "/etcdserverpb.KV/Txn";
 pub(crate) const GRANT: &str = "/etcdserverpb.Lease/LeaseGrant";
 pub(crate) const WATCH: &str = "/etcdserverpb.Watch/Watch";
 pub(crate) const ECHO: &str = "/bench.Echo/Echo";
+pub(crate) const LOG: &str = "/bench.Echo/Log";
 
 /// The length before a message, and whether it is compressed.
 const PREFIX: usize = 5;

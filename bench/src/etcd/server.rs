@@ -20,6 +20,7 @@ use super::client::{Connection, ECHO, RANGE};
 use super::proto;
 use super::proto::echo_server::{Echo, EchoServer};
 use crate::figures::Cpu;
+use crate::floor::Floor;
 use crate::setup;
 
 /// Starting and stopping may take so long, with a million keys and a busy disk.
@@ -29,7 +30,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 pub(crate) enum Kind {
     Etcd,
     Vedetta,
-    /// Answers every call at once, with nothing.
+    /// Answers every call with nothing: at once, or when a plain log has it.
     Echo,
 }
 
@@ -195,7 +196,9 @@ pub(crate) async fn serve(args: Serve) -> anyhow::Result<()> {
 
 /// The ceiling.
 pub(crate) async fn echo(args: Serve) -> anyhow::Result<()> {
-    let service = tonic::transport::Server::builder().add_service(EchoServer::new(Nothing));
+    std::fs::create_dir_all(&args.data)?;
+    let echo = EchoServer::new(Bare { log: Floor::open(&args.data)? });
+    let service = tonic::transport::Server::builder().add_service(echo);
     let stop = async { terminated().await.unwrap_or_default() };
     Ok(service.serve_with_shutdown(args.listen, stop).await?)
 }
@@ -205,11 +208,22 @@ async fn terminated() -> anyhow::Result<()> {
     Ok(())
 }
 
-struct Nothing;
+struct Bare {
+    log: Floor,
+}
 
 #[tonic::async_trait]
-impl Echo for Nothing {
+impl Echo for Bare {
     async fn echo(&self, _: Request<proto::Empty>) -> Result<Response<proto::Empty>, Status> {
+        Ok(Response::new(proto::Empty {}))
+    }
+
+    async fn log(
+        &self,
+        request: Request<proto::PutRequest>,
+    ) -> Result<Response<proto::Empty>, Status> {
+        let proto::PutRequest { key, value, .. } = request.into_inner();
+        self.log.append([key, value].concat()).await;
         Ok(Response::new(proto::Empty {}))
     }
 }

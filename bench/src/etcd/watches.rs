@@ -3,17 +3,20 @@
 //! A writer puts again when all who watch its key have its last event: so the writes go as fast as the
 //! events arrive, and no side gets ahead of its watchers to be faster.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
+use prost::Message as _;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 
 use super::calls::{end_of, key};
-use super::client::{Connection, PUT, Stream, WATCH};
+use super::client::{Connection, PUT, WATCH};
+use super::line::{FIRST_WINDOW, Line, framed, next_message};
 use super::proto;
 use super::server::Server;
 use super::sides::Figures;
@@ -43,23 +46,21 @@ pub(crate) async fn measure(
     let clock = Instant::now();
     let writers: Arc<[Writer]> = (0..fanout.writers).map(|_| Writer::default()).collect();
     let mut opening = JoinSet::new();
-    for (n, mut connection) in
-        Connection::open_many(server.address, CONNECTIONS).await?.into_iter().enumerate()
-    {
-        let stream = connection.stream(WATCH).await?;
-        opening.spawn(created(stream, watched(fanout, n as u64)));
+    for n in 0..CONNECTIONS {
+        let listener = Listener::open(server.address).await?;
+        opening.spawn(created(listener, watched(fanout, n as u64)));
     }
-    let mut streams = Vec::new();
-    while let Some(stream) = opening.join_next().await {
-        streams.push(stream??);
+    let mut listeners = Vec::new();
+    while let Some(listener) = opening.join_next().await {
+        listeners.push(listener??);
     }
 
     let begin = Instant::now() + time / 4;
     let end = begin + time;
     let mut reading = JoinSet::new();
-    for stream in streams {
+    for listener in listeners {
         let writers = Arc::clone(&writers);
-        reading.spawn(read(stream, writers, owed, clock, begin, end));
+        reading.spawn(read(listener, writers, owed, clock, begin, end));
     }
     let connections = Connection::open_many(server.address, fanout.writers.min(8)).await?;
     let mut writing: JoinSet<anyhow::Result<()>> = JoinSet::new();
@@ -115,21 +116,66 @@ fn watched(fanout: Fanout, first: u64) -> Vec<proto::WatchRequest> {
     (first..fanout.watchers).step_by(CONNECTIONS).map(request).collect()
 }
 
+/// A connection with one stream, on which answers come.
+struct Listener {
+    line: Line,
+    stream: u32,
+    came: BytesMut,
+}
+
+impl Listener {
+    async fn open(address: SocketAddr) -> anyhow::Result<Self> {
+        let mut line = Line::open(address).await?;
+        let stream = line.begin(WATCH);
+        Ok(Self { line, stream, came: BytesMut::new() })
+    }
+
+    /// Waits for answers, and hands each to `each`, with when they came.
+    async fn read(
+        &mut self,
+        mut each: impl FnMut(proto::WatchResponse, Instant) -> anyhow::Result<()>,
+    ) -> anyhow::Result<()> {
+        self.line.flush_and_read().await?;
+        let now = Instant::now();
+        while let Some(came) = self.line.next()? {
+            anyhow::ensure!(!came.is_over, "the server ended the stream");
+            self.came.unsplit(came.data);
+            while let Some(message) = next_message(&mut self.came) {
+                let answer = proto::WatchResponse::decode(message)?;
+                anyhow::ensure!(!answer.canceled, "a watcher was refused, or cut off");
+                each(answer, now)?;
+            }
+        }
+        Ok(())
+    }
+}
+
 /// Makes the watchers of one stream, and waits until they are there.
-async fn created(mut stream: Stream, watched: Vec<proto::WatchRequest>) -> anyhow::Result<Stream> {
-    for request in &watched {
-        stream.send(request)?;
+async fn created(
+    mut listener: Listener,
+    watched: Vec<proto::WatchRequest>,
+) -> anyhow::Result<Listener> {
+    let requests: Vec<Bytes> = watched.iter().map(framed).collect();
+    let all: usize = requests.iter().map(Bytes::len).sum();
+    anyhow::ensure!(all <= FIRST_WINDOW, "these are too many watchers for one stream");
+    for request in &requests {
+        listener.line.send(listener.stream, request, false);
     }
-    for _ in watched {
-        let answer: proto::WatchResponse = tokio::time::timeout(PATIENCE, stream.next()).await??;
-        anyhow::ensure!(answer.created && !answer.canceled, "a watcher was refused");
+    let mut created = 0;
+    while created < requests.len() {
+        let reading = listener.read(|answer, _| {
+            anyhow::ensure!(answer.created, "events before a watcher is there");
+            created += 1;
+            Ok(())
+        });
+        tokio::time::timeout(PATIENCE, reading).await??;
     }
-    Ok(stream)
+    Ok(listener)
 }
 
 /// How long the events of the time measured took.
 async fn read(
-    mut stream: Stream,
+    mut listener: Listener,
     writers: Arc<[Writer]>,
     owed: u64,
     clock: Instant,
@@ -137,24 +183,25 @@ async fn read(
     end: Instant,
 ) -> anyhow::Result<Vec<Duration>> {
     let mut took = Vec::new();
+    let mut take = |answer: proto::WatchResponse, now: Instant| -> anyhow::Result<()> {
+        for event in answer.events {
+            let mut value = event.kv.context("an event without its key")?.value;
+            anyhow::ensure!(value.len() == VALUE, "another value than was put");
+            let sent = clock + Duration::from_nanos(value.get_u64());
+            let writer = &writers[usize::try_from(value.get_u64())?];
+            if now >= begin {
+                took.push(now - sent);
+            }
+            if writer.have_it.fetch_add(1, Ordering::Relaxed) + 1 == owed {
+                writer.have_it.store(0, Ordering::Relaxed);
+                writer.all_have_it.notify_one();
+            }
+        }
+        Ok(())
+    };
     let reading = async {
         loop {
-            let answer: proto::WatchResponse = stream.next().await?;
-            anyhow::ensure!(!answer.canceled, "a watcher was cut off");
-            let now = Instant::now();
-            for event in answer.events {
-                let mut value = event.kv.context("an event without its key")?.value;
-                anyhow::ensure!(value.len() == VALUE, "another value than was put");
-                let sent = clock + Duration::from_nanos(value.get_u64());
-                let writer = &writers[usize::try_from(value.get_u64())?];
-                if now >= begin {
-                    took.push(now - sent);
-                }
-                if writer.have_it.fetch_add(1, Ordering::Relaxed) + 1 == owed {
-                    writer.have_it.store(0, Ordering::Relaxed);
-                    writer.all_have_it.notify_one();
-                }
-            }
+            listener.read(&mut take).await?;
         }
     };
     match tokio::time::timeout_at(end.into(), reading).await {
