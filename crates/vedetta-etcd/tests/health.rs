@@ -76,10 +76,11 @@ async fn told(address: SocketAddr) -> Vec<String> {
     told
 }
 
-/// Puts until there is no room.
+/// Puts until there is no room. etcd learns of its size only every tenth of a second, so on a quick disk it takes
+/// many more than fit.
 async fn fill(address: SocketAddr) {
     let mut v3 = Client::connect(address).await.unwrap();
-    for number in 0..100 {
+    for number in 0..10_000 {
         if put(&mut v3, &number.to_string(), 30_000).await.is_err() {
             return;
         }
