@@ -29,7 +29,7 @@ pub use failpoint::failpoint;
 pub use folder::{DataFolder, FolderError};
 pub use open::{Db, OpenError, Options, Schema, Torture, damage, inspect};
 pub use readers::ReadError;
-pub use writer::{CommitError, Mirror, Purpose, Rows, Stop, Tx, WriteError};
+pub use writer::{CommitError, Mirror, Purpose, Round, Rows, Stop, Tx, WriteError};
 
 /// The connection a closure works on, and what it returns.
 pub use rusqlite;

@@ -5,15 +5,15 @@ use std::fs::{self, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use rusqlite::config::DbConfig;
 use rusqlite::{Connection, OpenFlags, OptionalExtension as _};
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::Semaphore;
 
 use crate::clock::Clock;
 use crate::folder::{parent, sync_folder};
@@ -22,8 +22,8 @@ use crate::readers::{ReadError, Readers};
 use crate::space::Space;
 use crate::wal::{PATIENCE, WalKeeper, make_room, start_over};
 use crate::writer::{
-    Answer, CommitError, Durability, File, Message, Mirror, Purpose, Stop, Task, Tx, WriteError,
-    Writer,
+    Answer, CommitError, Durability, File, Message, Mirror, Purpose, Queue, Round, Stop, Task, Tx,
+    WriteError, Writer,
 };
 
 /// "VEDT": tells our files from other SQLite files.
@@ -186,7 +186,8 @@ pub struct Db {
 }
 
 struct Inner {
-    queue: mpsc::Sender<Message>,
+    queue: Queue,
+    writer: Weak<Writer>,
     readers: Readers,
     /// One for each connection that reads.
     turns: Arc<Semaphore>,
@@ -195,7 +196,7 @@ struct Inner {
     restored: bool,
     clock: Clock,
     steady: Clock,
-    writer: Mutex<Option<JoinHandle<()>>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Db {
@@ -227,7 +228,7 @@ impl Db {
         let checkpoints = options.connect(OpenFlags::SQLITE_OPEN_READ_WRITE).map_err(sql)?;
         prepare(&checkpoints, options.synchronous(), options.cache()).map_err(sql)?;
 
-        let (queue, inbox) = mpsc::channel(options.queue);
+        let (queue, desk) = Queue::new(options.queue);
         let size = Arc::new(AtomicU64::new(0));
         let ballast = parent(&options.file).join("ballast");
         let space = Space::new(ballast, options.ballast, options.torture.look_again);
@@ -235,8 +236,10 @@ impl Db {
         wal.observe(&mut connection).map_err(sql)?;
         let forget = options.torture.small_cache.then_some("PRAGMA shrink_memory");
         let file = File::new(connection, space, wal, options.synchronous(), forget);
-        let writer = Writer::new(inbox, file, checkpoints, Arc::clone(&size), options)
-            .map_err(unreadable)?;
+        let writer =
+            Writer::new(desk, file, checkpoints, Arc::clone(&size), options).map_err(unreadable)?;
+        let writer = Arc::new(writer);
+        let helped = Arc::downgrade(&writer);
         let thread = std::thread::Builder::new()
             .name("vedetta-writer".into())
             .spawn(move || writer.run())
@@ -245,6 +248,7 @@ impl Db {
         Ok(Self {
             inner: Arc::new(Inner {
                 queue,
+                writer: helped,
                 readers: Readers::new(readers),
                 turns: Arc::new(Semaphore::new(count)),
                 size,
@@ -252,7 +256,7 @@ impl Db {
                 restored,
                 clock,
                 steady,
-                writer: Mutex::new(Some(thread)),
+                thread: Mutex::new(Some(thread)),
             }),
         })
     }
@@ -290,9 +294,14 @@ impl Db {
         T: Send + 'static,
         E: Send + 'static,
     {
-        let sent = self.inner.queue.send(Message::Write(Box::new(task))).await;
-        sent.map_err(|_| CommitError::Closed)?;
+        self.inner.queue.send(Box::new(task)).await?;
         answer.await.map_err(|_| CommitError::Closed)?
+    }
+
+    /// Until it is dropped, the writes that this thread asks for only gather: for one that has several things to do before it
+    /// waits. Then the writers are woken, unless [`Round::help`] has done without them.
+    pub fn round(&self) -> Round<'_> {
+        Round::begin(&self.inner.queue, &self.inner.writer)
     }
 
     /// [`Db::write`] for a thread of one's own; it panics on a thread that drives a runtime.
@@ -303,14 +312,13 @@ impl Db {
         E: Send + 'static,
     {
         let (task, answer) = Task::new(purpose, Durability::Synced, work);
-        let sent = self.inner.queue.blocking_send(Message::Write(Box::new(task)));
-        sent.map_err(|_| CommitError::Closed)?;
+        self.inner.queue.send_blocking(Message::Write(Box::new(task)))?;
         answer.blocking_recv().map_err(|_| CommitError::Closed)?
     }
 
     /// Whether as many writes wait as the queue takes, so that the next one would wait to get into it.
     pub fn is_crowded(&self) -> bool {
-        self.inner.queue.capacity() == 0
+        self.inner.queue.is_full()
     }
 
     /// Reads the last committed state. Never waits for the writer.
@@ -342,7 +350,7 @@ impl Db {
 
     /// Lets `mirror` follow all writes queued from now on. For a thread of one's own, too.
     pub fn attach(&self, mirror: Box<dyn Mirror>) -> Result<(), CommitError> {
-        self.inner.queue.blocking_send(Message::Attach(mirror)).map_err(|_| CommitError::Closed)
+        self.inner.queue.send_blocking(Message::Attach(mirror))
     }
 
     /// Bytes in use in the file, free pages not counted; as of the last commit.
@@ -376,9 +384,10 @@ impl Db {
     ///
     /// Blocks until the writer has ended, so it wants a thread of one's own; a second call does nothing.
     pub fn close_blocking(&self) {
-        if let Some(writer) = self.inner.writer.lock().take() {
-            let _ = self.inner.queue.blocking_send(Message::Close);
-            let _ = writer.join();
+        if let Some(thread) = self.inner.thread.lock().take() {
+            let _ = self.inner.queue.send_blocking(Message::Close);
+            let _ = thread.join();
+            self.inner.queue.until_let_go();
             // SQLite forgets how far it had moved the log when nobody has it open: see `wal`.
             self.inner.readers.close();
         }
@@ -388,13 +397,6 @@ impl Db {
 impl fmt::Debug for Db {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Db").field("file", &self.inner.file).finish_non_exhaustive()
-    }
-}
-
-impl Drop for Inner {
-    fn drop(&mut self) {
-        // The queue's last sender goes with us, which ends the writer; nobody waits for it here.
-        self.writer.lock().take();
     }
 }
 

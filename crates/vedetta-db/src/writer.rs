@@ -10,7 +10,8 @@
 //! ```
 //!
 //! With a few writes at a time there is nothing to gain from that: then one thread keeps the desk, and no time is
-//! lost with waking the other.
+//! lost with waking the other. And a thread that has nothing else to do than to wait for its own write may do what is
+//! on the desk itself ([`Round`]).
 //!
 //! A thread takes the desk (the queue) and runs the closures of a batch; then it takes the file (the only
 //! writing connection), leaves the desk to the other one, commits, lets go of it, publishes, and answers. So the closures
@@ -23,14 +24,17 @@
 
 use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::VecDeque;
+use std::marker::PhantomData;
 use std::ops::Deref;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 
-use parking_lot::{Mutex, MutexGuard, RwLock};
+use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 use rusqlite::{Connection, ErrorCode};
+use tokio::runtime::RuntimeFlavor;
+use tokio::sync::mpsc::error::TryRecvError;
 use tokio::sync::{mpsc, oneshot};
 
 use crate::failpoint;
@@ -253,12 +257,75 @@ where
     }
 }
 
-/// What the two threads share.
+/// The way to the writers' desk. When it is gone they write what is there, and end.
+pub(crate) struct Queue {
+    /// There until it is dropped.
+    sender: Option<mpsc::Sender<Message>>,
+    bell: Arc<Bell>,
+    /// Nothing is ever sent; it ends when the file is let go.
+    let_go: Mutex<std::sync::mpsc::Receiver<()>>,
+}
+
+impl Queue {
+    /// The way to a desk on which `limit` writes may wait, and what is at its end.
+    pub(crate) fn new(limit: usize) -> (Self, Inbox) {
+        let ((sender, messages), (held, let_go)) =
+            (mpsc::channel(limit), std::sync::mpsc::channel());
+        let bell = Arc::<Bell>::default();
+        let queue =
+            Self { sender: Some(sender), bell: Arc::clone(&bell), let_go: Mutex::new(let_go) };
+        (queue, Inbox { messages, bell, held })
+    }
+
+    fn sender(&self) -> &mpsc::Sender<Message> {
+        self.sender.as_ref().expect("it is there until it is dropped")
+    }
+
+    /// Waits for a place.
+    pub(crate) async fn send(&self, unit: Box<dyn Unit>) -> Result<(), CommitError> {
+        let sent = self.sender().send(Message::Write(unit)).await;
+        sent.map_err(|_| CommitError::Closed)?;
+        self.bell.brought();
+        Ok(())
+    }
+
+    pub(crate) fn send_blocking(&self, message: Message) -> Result<(), CommitError> {
+        self.sender().blocking_send(message).map_err(|_| CommitError::Closed)?;
+        self.bell.brought();
+        Ok(())
+    }
+
+    pub(crate) fn is_full(&self) -> bool {
+        self.sender().capacity() == 0
+    }
+
+    /// Waits until nobody has the file any more.
+    pub(crate) fn until_let_go(&self) {
+        let _ = self.let_go.lock().recv();
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        self.sender.take();
+        self.bell.ring();
+    }
+}
+
+/// The end of a [`Queue`].
+pub(crate) struct Inbox {
+    messages: mpsc::Receiver<Message>,
+    bell: Arc<Bell>,
+    held: std::sync::mpsc::Sender<()>,
+}
+
+/// What the two threads share, and whoever helps them.
 pub(crate) struct Writer {
     desk: Mutex<Desk>,
+    bell: Arc<Bell>,
     file: Arc<Mutex<File>>,
     /// The thread that moves the log into the file.
-    checkpoints: JoinHandle<()>,
+    checkpoints: Mutex<Option<JoinHandle<()>>>,
     /// Who has it publishes. Taken before the file is let go, so that batches are published in order.
     publishing: Mutex<()>,
     mirrors: RwLock<Vec<Box<dyn Mirror>>>,
@@ -270,10 +337,105 @@ pub(crate) struct Writer {
     broken: Arc<AtomicBool>,
     size: Arc<AtomicU64>,
     batch_limit: usize,
+    /// The last batch was one write: there are not many who write.
+    is_quiet: AtomicBool,
     /// A planted bug, for the torture suite: answer before the commit.
     answer_early: bool,
     /// Another: one lazy write makes its batch lazy.
     share_lazily: bool,
+    /// The last to go, when the file is closed.
+    _held: std::sync::mpsc::Sender<()>,
+}
+
+/// Wakes a writer thread. Rung while none sleeps, it wakes the next one that would.
+#[derive(Default)]
+struct Bell {
+    /// Nobody has the desk: whoever brings something has to see to it that somebody comes.
+    is_unattended: AtomicBool,
+    rung: Mutex<bool>,
+    heard: Condvar,
+}
+
+impl Bell {
+    fn ring(&self) {
+        *self.rung.lock() = true;
+        self.heard.notify_one();
+    }
+
+    fn wait(&self) {
+        let mut rung = self.rung.lock();
+        self.heard.wait_while(&mut rung, |rung| !*rung);
+        *rung = false;
+    }
+
+    /// To be called when something was brought.
+    fn brought(&self) {
+        if !self.is_mine() {
+            return;
+        }
+        match DEFERRED.get() {
+            Some((bell, _)) if std::ptr::eq(bell, self) => DEFERRED.set(Some((bell, true))),
+            _ => self.ring(),
+        }
+    }
+
+    /// After something was brought: whether it is the caller who has to see to it that somebody comes.
+    fn is_mine(&self) -> bool {
+        // Whoever leaves says so and then looks once more; here it is the other way round. So one of both sees the other.
+        fence(Ordering::SeqCst);
+        self.is_unattended.load(Ordering::Relaxed)
+            && self.is_unattended.swap(false, Ordering::AcqRel)
+    }
+}
+
+thread_local! {
+    /// The bell that is not rung on this thread at once, and whether it has to be.
+    static DEFERRED: Cell<Option<(*const Bell, bool)>> = const { Cell::new(None) };
+}
+
+/// A time on one thread in which the writes that are asked for only gather: see [`crate::Db::round`].
+pub struct Round<'d> {
+    bell: &'d Bell,
+    writer: &'d Weak<Writer>,
+    outer: Option<(*const Bell, bool)>,
+    /// It is a matter of this thread.
+    here: PhantomData<*const ()>,
+}
+
+impl<'d> Round<'d> {
+    pub(crate) fn begin(queue: &'d Queue, writer: &'d Weak<Writer>) -> Self {
+        let bell = &*queue.bell;
+        let outer = DEFERRED.replace(Some((std::ptr::from_ref(bell), false)));
+        Self { bell, writer, outer, here: PhantomData }
+    }
+
+    /// Does the writes that have gathered on this thread, if nobody else is about to and hardly anybody writes, and tells
+    /// whether it did. That takes as long as the disk does; the runtime's other tasks go on elsewhere, so where they cannot
+    /// it does nothing.
+    pub fn help(&self) -> bool {
+        let may_block = || {
+            let runtime = tokio::runtime::Handle::try_current();
+            runtime.is_ok_and(|runtime| runtime.runtime_flavor() == RuntimeFlavor::MultiThread)
+        };
+        if !matches!(DEFERRED.get(), Some((_, true))) || !may_block() {
+            return false;
+        }
+        let Some(writer) = self.writer.upgrade() else { return false };
+        if !writer.is_quiet.load(Ordering::Relaxed) {
+            return false;
+        }
+        DEFERRED.set(Some((std::ptr::from_ref(self.bell), false)));
+        tokio::task::block_in_place(|| writer.help());
+        true
+    }
+}
+
+impl Drop for Round<'_> {
+    fn drop(&mut self) {
+        if let Some((_, true)) = DEFERRED.replace(self.outer) {
+            self.bell.ring();
+        }
+    }
 }
 
 /// Who has it runs closures.
@@ -281,7 +443,8 @@ struct Desk {
     inbox: mpsc::Receiver<Message>,
     /// Received, not looked at yet.
     waiting: VecDeque<Message>,
-    received: Vec<Message>,
+    /// Nothing more will come.
+    is_closed: bool,
 }
 
 /// Who has it commits.
@@ -389,22 +552,18 @@ enum UnitRan {
 }
 
 impl Desk {
-    /// Waits until there is something to do; `false` when there never will be.
+    /// Takes in what has come; whether there is something to do.
     fn receive(&mut self, limit: usize) -> bool {
-        if self.waiting.is_empty() {
-            self.inbox.blocking_recv_many(&mut self.received, limit);
-            self.waiting.extend(self.received.drain(..));
+        while self.waiting.len() < limit && !self.is_closed {
+            match self.inbox.try_recv() {
+                Ok(message) => self.waiting.push_back(message),
+                Err(nothing) => {
+                    self.is_closed = nothing == TryRecvError::Disconnected;
+                    break;
+                }
+            }
         }
         !self.waiting.is_empty()
-    }
-
-    /// Takes in what else has come.
-    fn receive_more(&mut self, limit: usize) {
-        while self.waiting.len() < limit
-            && let Ok(message) = self.inbox.try_recv()
-        {
-            self.waiting.push_back(message);
-        }
     }
 }
 
@@ -560,7 +719,7 @@ impl Drop for HaltOnPanic<'_> {
 impl Writer {
     /// Starts the thread that moves the log.
     pub(crate) fn new(
-        inbox: mpsc::Receiver<Message>,
+        Inbox { messages, bell, held }: Inbox,
         file: File,
         checkpoints: Checkpoints,
         size: Arc<AtomicU64>,
@@ -569,8 +728,9 @@ impl Writer {
         let broken = file.wal.broken();
         let file = Arc::new(Mutex::new(file));
         let writer = Self {
-            desk: Mutex::new(Desk { inbox, waiting: VecDeque::new(), received: Vec::new() }),
-            checkpoints: checkpoints.start(Arc::downgrade(&file))?,
+            desk: Mutex::new(Desk { inbox: messages, waiting: VecDeque::new(), is_closed: false }),
+            bell,
+            checkpoints: Mutex::new(Some(checkpoints.start(Arc::downgrade(&file))?)),
             file,
             publishing: Mutex::new(()),
             mirrors: RwLock::default(),
@@ -580,8 +740,10 @@ impl Writer {
             broken,
             size,
             batch_limit: options.batch,
+            is_quiet: AtomicBool::new(true),
             answer_early: options.torture.answer_early,
             share_lazily: options.torture.share_lazily,
+            _held: held,
         };
         if let Ok(size) = writer.file.lock().measure() {
             writer.size.store(size, Ordering::Relaxed);
@@ -590,7 +752,7 @@ impl Writer {
     }
 
     /// Writes until told to close; what is queued by then is still written.
-    pub(crate) fn run(self) {
+    pub(crate) fn run(&self) {
         std::thread::scope(|scope| {
             let other = std::thread::Builder::new().name("vedetta-writer".into());
             if let Err(error) = other.spawn_scoped(scope, || self.take_turns()) {
@@ -600,7 +762,9 @@ impl Writer {
         });
         self.sync(&mut self.file.lock());
         self.file.lock().wal.stop();
-        let _ = self.checkpoints.join();
+        if let Some(checkpoints) = self.checkpoints.lock().take() {
+            let _ = checkpoints.join();
+        }
         let File { connection, wal, halted, .. } = &*self.file.lock();
         wal.finish(connection, *halted);
     }
@@ -618,21 +782,62 @@ impl Writer {
     }
 
     fn take_turns(&self) {
+        // One that panicked has halted the writing, and tells everybody so.
+        while catch_unwind(AssertUnwindSafe(|| self.take_turns_until_closed())).is_err() {}
+    }
+
+    fn take_turns_until_closed(&self) {
         let mut kept = None;
         loop {
             let mut desk = kept.take().unwrap_or_else(|| self.desk.lock());
-            if !desk.receive(self.batch_limit) {
+            if desk.receive(self.batch_limit) {
+                kept = self.attend(desk);
+            } else if desk.is_closed {
+                // The other one is to look, too.
+                self.bell.ring();
                 return;
-            }
-            if let Some(Message::Attach(_)) = desk.waiting.front() {
-                // Nothing is under way that it would see half of.
-                let (_file, _publishing) = (self.file.lock(), self.publishing.lock());
-                if let Some(Message::Attach(mirror)) = desk.waiting.pop_front() {
-                    self.mirrors.write().push(mirror);
-                }
             } else {
-                kept = self.write(desk);
+                self.leave(desk);
+                self.bell.wait();
             }
+        }
+    }
+
+    /// Does the next thing on the desk, which comes back if it was not left to the other thread.
+    fn attend<'w>(&'w self, mut desk: MutexGuard<'w, Desk>) -> Option<MutexGuard<'w, Desk>> {
+        if !matches!(desk.waiting.front(), Some(Message::Attach(_))) {
+            return self.write(desk);
+        }
+        // Nothing is under way that it would see half of.
+        let (_file, _publishing) = (self.file.lock(), self.publishing.lock());
+        if let Some(Message::Attach(mirror)) = desk.waiting.pop_front() {
+            self.mirrors.write().push(mirror);
+        }
+        Some(desk)
+    }
+
+    /// Leaves the desk; what is on it by now is for somebody else.
+    fn leave(&self, mut desk: MutexGuard<'_, Desk>) {
+        self.bell.is_unattended.store(true, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        let is_work = desk.receive(self.batch_limit) || desk.is_closed;
+        drop(desk);
+        if is_work && self.bell.is_mine() {
+            self.bell.ring();
+        }
+    }
+
+    /// Does what is on the desk, as the writer threads would: for one who has found that it is unattended.
+    pub(crate) fn help(&self) {
+        // Whoever is leaving the desk may have looked before the last of it came.
+        let Some(mut desk) = self.desk.try_lock() else { return self.bell.ring() };
+        let helped = catch_unwind(AssertUnwindSafe(|| {
+            let is_work = desk.receive(self.batch_limit);
+            let desk = if is_work { self.attend(desk) } else { Some(desk) };
+            desk.into_iter().for_each(|desk| self.leave(desk));
+        }));
+        if helped.is_err() {
+            self.bell.ring();
         }
     }
 
@@ -651,7 +856,7 @@ impl Writer {
         self.run_units(&mut desk, &mut turn, mirrors, admitted, &mut batch);
         if !turn.is_free() {
             turn.get();
-            desk.receive_more(self.batch_limit - batch.units.len());
+            desk.receive(self.batch_limit - batch.units.len());
             self.run_units(&mut desk, &mut turn, mirrors, admitted, &mut batch);
         }
         let mut file = turn.keep();
@@ -663,7 +868,7 @@ impl Writer {
         if let Some(error) = batch.broke.take() {
             let lost = self.classify(&mut file, error, batch.purpose());
             self.lose(file, mirrors, batch, lost);
-            return None;
+            return Some(desk);
         }
         if losses != self.losses.load(Ordering::Acquire)
             && let Some(lost) = file.lost.clone()
@@ -672,7 +877,7 @@ impl Writer {
                 file.space.ran_out(true);
             }
             self.lose(file, mirrors, batch, lost);
-            return None;
+            return Some(desk);
         }
         if batch.kept == 0 {
             roll_back(&file.connection);
@@ -682,8 +887,14 @@ impl Writer {
             batch.answer(&Ok(()));
             return Some(desk);
         }
+        self.is_quiet.store(batch.units.len() == 1, Ordering::Relaxed);
         let rows = mirrors.iter().map(|mirror| mirror.seal()).collect();
-        let desk = (batch.units.len() <= FEW).then_some(desk);
+        let desk = if batch.units.len() <= FEW {
+            Some(desk)
+        } else {
+            self.leave(desk);
+            None
+        };
         if self.answer_early {
             std::mem::take(&mut batch).answer(&Ok(()));
         }
@@ -692,7 +903,7 @@ impl Writer {
             Err(error) => {
                 let lost = self.classify(&mut file, error, batch.purpose());
                 self.lose(file, mirrors, batch, lost);
-                return None;
+                return desk;
             }
         }
         failpoint("db.committed");

@@ -145,6 +145,7 @@ pub async fn serve(listener: TcpListener, mut endpoint: Endpoint, stop: Cancella
     let scheme = if endpoint.tls.is_some() { "https" } else { "http" };
     endpoint.url = format!("{scheme}://{address}");
     let server = Arc::new(Server {
+        store: endpoint.store.clone(),
         grpc: Grpc::new(&endpoint, &stop),
         router: v2::router(&endpoint, &stop).merge(v3::router(&endpoint, &stop)),
         limits: endpoint.limits.clone(),
@@ -157,6 +158,7 @@ pub async fn serve(listener: TcpListener, mut endpoint: Endpoint, stop: Cancella
 
 /// What every connection needs.
 struct Server {
+    store: Store,
     grpc: Grpc,
     router: Router,
     limits: Limits,
@@ -228,10 +230,10 @@ impl Server {
             .serve_connection(TokioIo::new(Renamed::new(stream)), service);
         let mut connection = std::pin::pin!(connection);
         tokio::select! {
-            () = calls.run(connection.as_mut()) => {}
+            () = calls.run(&self.store, connection.as_mut()) => {}
             () = self.stop.cancelled() => {
                 connection.as_mut().graceful_shutdown();
-                calls.run(connection).await;
+                calls.run(&self.store, connection).await;
             }
         }
     }

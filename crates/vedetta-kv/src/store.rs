@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, RwLock};
 use vedetta_core::{KeyRange, Revision};
 use vedetta_db::{
-    BackupError, CommitError, Db, Mirror, Purpose, Rows, Schema, Stop, WriteError, backup,
+    BackupError, CommitError, Db, Mirror, Purpose, Round, Rows, Schema, Stop, WriteError, backup,
     failpoint, rusqlite,
 };
 
@@ -197,6 +197,11 @@ impl Store {
     pub fn impatient(mut self) -> Self {
         self.impatient = true;
         self
+    }
+
+    /// Has the writes that this thread asks for gather: see [`Db::round`].
+    pub fn round(&self) -> Round<'_> {
+        self.db.round()
     }
 
     /// Whether a put would be taken now, and why not: asks the writer, which stores nothing for it. The
