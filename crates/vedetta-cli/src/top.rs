@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use clap::Args;
 use console::{Key, Term};
+use vedetta::fleet::roster::Status;
 use vedetta::fleet::wire::Workers;
 use vedetta::jobs::wire::{QueueInfo, Queues};
 
@@ -131,6 +132,8 @@ fn draw(term: &Term, look: &Look, server: &str) -> anyhow::Result<()> {
 
 fn drawn(look: &Look, server: &str) -> std::io::Result<Vec<u8>> {
     let mut out = Vec::new();
+    let gone = [Status::Stopped, Status::Silent];
+    let there = look.workers.workers.iter().filter(|worker| !gone.contains(&worker.status));
     let sum = |of: fn(&QueueInfo) -> u64| look.queues.iter().map(of).sum::<u64>();
     writeln!(
         out,
@@ -138,7 +141,7 @@ fn drawn(look: &Look, server: &str) -> std::io::Result<Vec<u8>> {
         output::one_line(server),
         sum(|queue| queue.ready),
         sum(|queue| queue.running),
-        look.workers.workers.len(),
+        there.count(),
         sum(|queue| queue.done_per_minute),
         sum(|queue| queue.failed_per_minute),
     )?;

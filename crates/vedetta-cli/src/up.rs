@@ -1,6 +1,6 @@
 use std::collections::BTreeMap;
 use std::io::{self, IsTerminal as _, Write as _};
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -266,12 +266,7 @@ fn start_watchers(
 
 /// How the commands that are started here reach us. Whoever set a token for this process set it for them.
 fn own(config: &Config, access: &Access, http: SocketAddr, tls: bool) -> anyhow::Result<Own> {
-    let scheme = if tls { "https" } else { "http" };
-    // A certificate is for a name, more often than for an address.
-    let url = match config.http.hosts.first().filter(|_| tls) {
-        Some(name) => format!("{scheme}://{name}:{}", http.port()),
-        None => format!("{scheme}://{http}"),
-    };
+    let url = own_url(http, tls, &config.http.hosts);
     if !config.auth.enabled {
         return Ok(Own { url, token: None });
     }
@@ -282,6 +277,21 @@ fn own(config: &Config, access: &Access, http: SocketAddr, tls: bool) -> anyhow:
     let lend = || access.lend("commands", config.auth.commands);
     let token = if is_set { None } else { Some(lend()?) };
     Ok(Own { url, token })
+}
+
+fn own_url(http: SocketAddr, tls: bool, hosts: &[String]) -> String {
+    let scheme = if tls { "https" } else { "http" };
+    // A certificate is for a name, more often than for an address.
+    if let Some(name) = hosts.first().filter(|_| tls) {
+        return format!("{scheme}://{name}:{}", http.port());
+    }
+    // All addresses are none that anybody can be asked at.
+    let ip = match http.ip() {
+        IpAddr::V4(ip) if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),
+        IpAddr::V6(ip) if ip.is_unspecified() => Ipv6Addr::LOCALHOST.into(),
+        ip => ip,
+    };
+    format!("{scheme}://{}", SocketAddr::new(ip, http.port()))
 }
 
 type Streams = BTreeMap<String, Arc<JetStream>>;
@@ -423,5 +433,25 @@ pub(crate) fn start_logs(format: Option<LogFormat>) {
     match format.unwrap_or(if terminal { LogFormat::Human } else { LogFormat::Json }) {
         LogFormat::Human => logs.with_ansi(terminal).init(),
         LogFormat::Json => logs.json().init(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_is_started_here_is_told_an_address_that_leads_here() {
+        let hosts = ["jobs.example".to_owned(), "other.example".to_owned()];
+        for (listens, tls, hosts, url) in [
+            ("127.0.0.1:7070", false, &hosts[..0], "http://127.0.0.1:7070"),
+            ("192.0.2.7:7070", false, &hosts, "http://192.0.2.7:7070"),
+            ("0.0.0.0:7070", false, &hosts, "http://127.0.0.1:7070"),
+            ("[::]:7070", false, &hosts, "http://[::1]:7070"),
+            ("0.0.0.0:7070", true, &[], "https://127.0.0.1:7070"),
+            ("0.0.0.0:7070", true, &hosts, "https://jobs.example:7070"),
+        ] {
+            assert_eq!(own_url(listens.parse().unwrap(), tls, hosts), url, "{listens}");
+        }
     }
 }

@@ -10,7 +10,7 @@
 //! somebody listens. A look reads a bounded number of rows, so it works the same wherever the jobs are kept.
 //! A client that is too slow, or comes back too late, is told `reset`: it reads what it shows anew and goes on.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -513,10 +513,15 @@ impl Look<'_> {
                 rows.insert((Topic::Queue, name), json!(queue));
             }
         }
-        for watcher in watchers::rows(self.context).into_iter().take(ROWS) {
-            rows.insert((Topic::Watcher, watcher["name"].to_string()), watcher);
-        }
-        for (name, supervisor) in supervisors(self.context).into_iter().take(ROWS) {
+        // Also those that there is no room for.
+        let mut there: BTreeSet<(Topic, String)> = BTreeSet::new();
+        let watchers = watchers::rows(self.context);
+        let watcher = |row: &Value| (Topic::Watcher, row["name"].to_string());
+        there.extend(watchers.iter().map(watcher));
+        rows.extend(watchers.into_iter().take(ROWS).map(|row| (watcher(&row), row)));
+        let supervisors = supervisors(self.context);
+        there.extend(supervisors.iter().map(|(name, _)| (Topic::Supervisor, name.clone())));
+        for (name, supervisor) in supervisors.into_iter().take(ROWS) {
             rows.insert((Topic::Supervisor, name), supervisor);
         }
         if is_full {
@@ -524,6 +529,7 @@ impl Look<'_> {
                 let name = format!("{} {}", stage["entity"], stage["stage"]);
                 rows.insert((Topic::Stage, name), stage);
             }
+            there.extend(workers.iter().map(|worker| (Topic::Worker, worker.id.clone())));
             for worker in workers.into_iter().take(ROWS) {
                 rows.insert((Topic::Worker, worker.id.clone()), json!(worker));
             }
@@ -539,7 +545,7 @@ impl Look<'_> {
                 Topic::Worker if is_full => "id",
                 _ => return true,
             };
-            let is_there = rows.contains_key(place);
+            let is_there = there.contains(place);
             if !is_there {
                 hub.tell(place.0, &json!({ by: row[by], "gone": true }));
             }

@@ -194,7 +194,10 @@ fn bounded(mut queues: Vec<QueueInfo>) -> Vec<QueueInfo> {
         return queues;
     }
     let rest = queues.split_off(QUEUES);
-    let mut other = QueueInfo { name: OTHER.into(), ..QueueInfo::default() };
+    // One may be called so itself.
+    let there = queues.iter().position(|queue| queue.name == OTHER).map(|at| queues.remove(at));
+    let named = || QueueInfo { name: OTHER.into(), ..QueueInfo::default() };
+    let mut other = there.unwrap_or_else(named);
     for queue in rest {
         other.ready += queue.ready;
         other.scheduled += queue.scheduled;
@@ -206,11 +209,7 @@ fn bounded(mut queues: Vec<QueueInfo>) -> Vec<QueueInfo> {
         other.capacity += queue.capacity;
         other.oldest_ms = other.oldest_ms.max(queue.oldest_ms);
     }
-    // One may be called so itself.
-    match queues.iter_mut().find(|queue| queue.name == OTHER) {
-        Some(there) => *there = other,
-        None => queues.push(other),
-    }
+    queues.push(other);
     queues
 }
 
@@ -252,7 +251,7 @@ async fn jobs(context: &Context, all: &mut Numbers) {
         ("vedetta_queue_slots_in_use", "Slots of the jobs that run.", |queue| queue.slots),
         (
             "vedetta_queue_capacity_slots",
-            "Slots of the workers that took jobs here lately.",
+            "Slots of the workers of this queue that beat, or took jobs here lately.",
             |queue| queue.capacity,
         ),
     ];
@@ -399,5 +398,11 @@ mod tests {
         let queues = bounded((0..1000).map(queue).collect());
         assert_eq!(queues.len(), QUEUES + 1);
         assert_eq!((queues[QUEUES].name.as_str(), queues[QUEUES].ready), (OTHER, 900));
+        // One of the first is called so itself.
+        let named = QueueInfo { name: OTHER.into(), ready: 7, ..QueueInfo::default() };
+        let queues = bounded(std::iter::once(named).chain((1..1000).map(queue)).collect());
+        let others: Vec<u64> =
+            queues.iter().filter(|queue| queue.name == OTHER).map(|queue| queue.ready).collect();
+        assert_eq!((queues.len(), others), (QUEUES, vec![7 + 900]));
     }
 }

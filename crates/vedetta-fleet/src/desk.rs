@@ -737,7 +737,9 @@ impl Desk {
             )));
         }
         let there = able.into_iter().filter(|(_, boss, _)| boss.seen.elapsed() <= silent);
-        let room = |report: &Report| report.max.saturating_sub(report.wanted);
+        // One that was told to end its workers has the least of them, too, when it begins again.
+        let has = |report: &Report| report.wanted.max(report.min);
+        let room = |report: &Report| report.max.saturating_sub(has(report));
         let best = there.max_by_key(|(_, _, report)| room(report));
         let Some((name, _, report)) = best else {
             return Err(FleetError::Conflict(NO_SUPERVISOR.into()));
@@ -745,7 +747,8 @@ impl Desk {
         if room(report) < count {
             return Err(FleetError::Conflict(format!(
                 "the supervisor {name:?} has {} workers and may have {}: raise its max",
-                report.wanted, report.max
+                has(report),
+                report.max
             )));
         }
         Ok(name.clone())

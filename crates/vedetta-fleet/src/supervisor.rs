@@ -7,9 +7,10 @@
 //! ```
 //!
 //! Workers are processes of their own, and no fault of this one ends them: after a restart those that still
-//! beat under its name are adopted. What ends again and again soon after its start is started later and later.
-//! A worker is told to stop as by anybody else, by a command; only one that is silent, or does not end within
-//! the grace time, is killed, and that only if its process is for sure the one that is meant.
+//! beat under its name are adopted. What ends or falls silent again and again soon after its start is started
+//! later and later. A worker is told to stop as by anybody else, by a command, and told again if that was lost;
+//! only one that is silent, or does not end within the grace time, is killed, and that only if its process is for
+//! sure the one that is meant.
 
 mod child;
 mod plan;
@@ -28,7 +29,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 use vedetta_core::{Backoff, Moment, explain};
 
-use crate::bus::{CommandId, Order, Target};
+use crate::bus::{CommandId, Order, TTL, Target};
 use crate::control::{Control, ControlError};
 use crate::crew::TOLD;
 use crate::host::{self, host_name};
@@ -50,6 +51,8 @@ const STABLE: Duration = Duration::from_secs(5);
 const CRASH_LOOP: u32 = 5;
 /// An answer that takes longer does not come.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// How a worker ended that gave no sign of life.
+const SILENT: &str = "it was silent and killed";
 /// Ends that are waiting to be looked at.
 const EXITS: usize = 64;
 const RESTART: Backoff =
@@ -172,11 +175,30 @@ struct Kept {
     since: Instant,
     /// Ends the process, if it is a child of this one.
     kill: Option<CancellationToken>,
-    /// We told it to stop, or somebody did.
-    is_stopping: bool,
-    /// We have ended it.
-    is_killed: bool,
+    leaving: Leaving,
     info: Option<WorkerInfo>,
+}
+
+impl Kept {
+    /// From its start to its last sign of life.
+    fn heard(&self) -> Duration {
+        let ago = self.info.as_ref().map(|info| Duration::from_millis(info.seen_ms));
+        ago.map_or(Duration::ZERO, |ago| self.since.elapsed().saturating_sub(ago))
+    }
+}
+
+/// Whether a worker is about to end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Leaving {
+    No,
+    /// We told it to, then; whether it heard that is not known.
+    Told(Instant),
+    /// It says so.
+    Stops,
+    /// We have ended it.
+    Killed {
+        was_silent: bool,
+    },
 }
 
 struct Task {
@@ -269,16 +291,14 @@ impl Task {
         let hands: Vec<Hand> = self.hands.iter().map(|(id, kept)| self.hand(id, kept)).collect();
         for step in plan::steps(&posts, &hands, starts) {
             match step {
-                Step::Start(queues) => self.hire(queues),
+                // After a failure just now it is too early.
+                Step::Start(queues) if Instant::now() >= self.start_at => self.hire(queues),
+                Step::Start(_) => {}
                 Step::Stop(id) => self.dismiss(&id).await,
-                Step::Kill(id) => self.kill(&id),
+                Step::Kill(id) => self.give_up(&id),
             }
         }
-        let is_well = |kept: &Kept| kept.info.is_some() && kept.since.elapsed() > STABLE;
-        if self.failures > 0
-            && Instant::now() > self.start_at + STABLE
-            && self.hands.values().any(is_well)
-        {
+        if self.failures > 0 && self.is_well() {
             self.failures = 0;
         }
         // What was done is told at once.
@@ -286,6 +306,14 @@ impl Task {
             return Instant::now();
         }
         if Instant::now() < self.start_at { next.min(self.start_at) } else { next }
+    }
+
+    /// Whether the last failure is over. Those that were started since then show it; without any, the others.
+    fn is_well(&self) -> bool {
+        let is_new = |kept: &Kept| kept.since >= self.start_at;
+        let has_new = self.hands.values().any(is_new);
+        let mut shown = self.hands.values().filter(|kept| !has_new || is_new(kept));
+        Instant::now() > self.start_at + STABLE && shown.any(|kept| kept.heard() > STABLE)
     }
 
     /// Says how it is, and hears what there is to know.
@@ -371,6 +399,14 @@ impl Task {
                     if info.status == Status::Stopped && kept.kill.is_none() {
                         left.push(id.clone());
                     }
+                    // A command is handed out once, and may be lost then: when its time is over, it is given again.
+                    if let Leaving::Told(at) = kept.leaving
+                        && at.elapsed() >= TTL
+                        && matches!(info.status, Status::Running | Status::Paused)
+                    {
+                        tracing::warn!(worker = id, "it was told to stop, and did not");
+                        kept.leaving = Leaving::No;
+                    }
                     kept.info = Some(info);
                 }
                 // It is known no more; of a child, its end is still to come.
@@ -401,13 +437,13 @@ impl Task {
             let mut queues = info.queues.clone();
             queues.sort();
             let is_stopping = info.status == Status::Stopping;
+            let leaving = if is_stopping { Leaving::Stops } else { Leaving::No };
             let kept = Kept {
                 queues,
                 generation: self.generation,
                 since: Instant::now(),
                 kill: None,
-                is_stopping,
-                is_killed: false,
+                leaving,
                 info: Some(info),
             };
             self.hands.insert(id, kept);
@@ -440,24 +476,28 @@ impl Task {
 
     /// Whom somebody told to stop is not replaced, as long as there are enough.
     fn heed_stops(&mut self) {
-        let all = self.of.settings.queues.clone();
+        let Settings { balance, min, .. } = self.of.settings;
+        let now = Moment::reached(self.began.elapsed());
         for kept in self.hands.values_mut() {
             let info = kept.info.as_ref();
             let ends = [Status::Stopping, Status::Stopped];
-            if kept.is_stopping || info.is_none_or(|info| !ends.contains(&info.status)) {
+            let before = kept.leaving;
+            if !matches!(before, Leaving::No | Leaving::Told(_))
+                || info.is_none_or(|info| !ends.contains(&info.status))
+            {
                 continue;
             }
-            kept.is_stopping = true;
+            kept.leaving = Leaving::Stops;
             let told = info.and_then(|info| info.note.as_deref());
-            if told != Some(TOLD) {
+            if before != Leaving::No || told != Some(TOLD) {
                 continue;
             }
             let extra = self.extras.iter().position(|queue| kept.queues == [queue.clone()]);
-            match extra {
-                Some(at) if kept.queues != all => drop(self.extras.remove(at)),
-                _ => {
-                    let least = self.of.settings.min;
-                    self.base = self.base.map(|base| base.saturating_sub(1).max(least));
+            match (extra, balance) {
+                (Some(at), _) => drop(self.extras.remove(at)),
+                (None, Balance::Auto) => self.scale.lower(&kept.queues, min, now),
+                (None, Balance::Simple) => {
+                    self.base = self.base.map(|base| base.saturating_sub(1).max(min));
                 }
             }
         }
@@ -467,7 +507,7 @@ impl Task {
     fn take_over(&mut self) {
         let Settings { queues: all, min, max, .. } = &self.of.settings;
         let mut posts = Posts::new();
-        for kept in self.hands.values().filter(|kept| !kept.is_stopping) {
+        for kept in self.hands.values().filter(|kept| kept.leaving == Leaving::No) {
             *posts.entry(kept.queues.clone()).or_default() += 1;
         }
         let base = posts.get(all).copied().unwrap_or(0).clamp(*min, *max);
@@ -492,16 +532,18 @@ impl Task {
             let supervisor = &self.of.name;
             match &command {
                 Order::Start { queue, count } => {
+                    let Settings { queues, balance, min, max, .. } = &self.of.settings;
+                    let wanted = self.posts_unless_halted().values().sum::<u32>().max(*min);
+                    if max.saturating_sub(wanted) < *count {
+                        // Somebody else was faster: what is not done is not told to be.
+                        tracing::warn!(supervisor, %command, wanted, max, "there is no room for it");
+                        continue;
+                    }
                     self.halted = false;
-                    let Settings { queues, min, max, .. } = &self.of.settings;
-                    let base = self.base.get_or_insert(*min);
-                    let extras = u32::try_from(self.extras.len()).unwrap_or(u32::MAX);
-                    let room = max.saturating_sub(base.saturating_add(extras));
-                    let count = (*count).min(room);
-                    if queues.as_slice() == [queue.clone()] {
-                        *base += count;
+                    if *balance == Balance::Simple && queues.as_slice() == [queue.clone()] {
+                        *self.base.get_or_insert(*min) += count;
                     } else {
-                        self.extras.extend((0..count).map(|_| queue.clone()));
+                        self.extras.extend((0..*count).map(|_| queue.clone()));
                     }
                 }
                 Order::Restart => {
@@ -510,6 +552,7 @@ impl Task {
                 }
                 Order::Terminate => {
                     (self.halted, self.base) = (true, Some(self.of.settings.min));
+                    self.scale = Scale::default();
                     self.extras.clear();
                 }
                 Order::Stop | Order::Pause | Order::Resume => continue,
@@ -539,6 +582,10 @@ impl Task {
         if self.halted || self.draining {
             return Posts::new();
         }
+        self.posts_unless_halted()
+    }
+
+    fn posts_unless_halted(&self) -> Posts {
         let Settings { queues, balance, min, .. } = &self.of.settings;
         let mut posts = match balance {
             Balance::Simple => Posts::from([(queues.clone(), self.base.unwrap_or(*min))]),
@@ -555,7 +602,7 @@ impl Task {
         let stage = match &kept.info {
             Some(info) if info.status == Status::Silent => Stage::Silent,
             None if is_late() => Stage::Silent,
-            _ if kept.is_stopping => Stage::Stopping,
+            _ if kept.leaving != Leaving::No => Stage::Stopping,
             Some(_) => Stage::Ready,
             None => Stage::Starting,
         };
@@ -590,8 +637,7 @@ impl Task {
                     generation: self.generation,
                     since: Instant::now(),
                     kill: Some(kill),
-                    is_stopping: false,
-                    is_killed: false,
+                    leaving: Leaving::No,
                     info: None,
                 };
                 self.hands.insert(id, kept);
@@ -607,19 +653,32 @@ impl Task {
     async fn dismiss(&mut self, id: &str) {
         let Some(kept) = self.hands.get_mut(id) else { return };
         if kept.info.is_none() {
-            return self.kill(id);
+            return self.kill(id, false);
         }
         let told = timeout(PATIENCE, self.of.control.tell(id, Order::Stop)).await;
         if matches!(told, Ok(Ok(()))) {
-            kept.is_stopping = true;
+            kept.leaving = Leaving::Told(Instant::now());
         }
     }
 
+    /// Ends a worker that is silent, which is a failure as any other.
+    fn give_up(&mut self, id: &str) {
+        let Some(kept) = self.hands.get(id) else { return };
+        if matches!(kept.leaving, Leaving::Killed { .. }) {
+            return; // its end is still to come
+        }
+        if kept.heard() > STABLE {
+            self.failures = 0;
+        }
+        self.kill(id, true);
+        self.failed(SILENT.to_owned(), String::new());
+    }
+
     /// Ends a worker at once, if it can be told from others.
-    fn kill(&mut self, id: &str) {
+    fn kill(&mut self, id: &str, was_silent: bool) {
         let Some(kept) = self.hands.get_mut(id) else { return };
         if let Some(kill) = &kept.kill {
-            (kept.is_stopping, kept.is_killed) = (true, true);
+            kept.leaving = Leaving::Killed { was_silent };
             kill.cancel(); // how it ended comes as of any other
             return;
         }
@@ -629,7 +688,7 @@ impl Task {
         let is_it = |birth: &str| host::kill(info.pid, birth, &child::words(&self.of.name, id));
         if is_here && birth.is_some_and(is_it) {
             tracing::warn!(worker = id, pid = info.pid, "killed a worker that was silent");
-            self.ended.push(Ended { id: id.to_owned(), exit: "it was silent and killed".into() });
+            self.ended.push(Ended { id: id.to_owned(), exit: SILENT.to_owned() });
         }
         // One elsewhere may come back; then there is one too many.
         self.hands.remove(id);
@@ -637,12 +696,19 @@ impl Task {
 
     fn exited(&mut self, id: &str, exit: Exit) {
         let Some(kept) = self.hands.remove(id) else { return };
-        let (supervisor, how) = (&self.of.name, exit.how);
+        let was_silent = kept.leaving == Leaving::Killed { was_silent: true };
+        let how = if was_silent { SILENT.to_owned() } else { exit.how };
+        let supervisor = &self.of.name;
         tracing::info!(supervisor, worker = id, how, "a worker has ended");
         self.ended.push(Ended { id: id.to_owned(), exit: how.clone() });
         let lived = kept.since.elapsed();
         let why = kept.info.as_ref().and_then(|info| info.note.as_deref());
-        if kept.is_killed || (exit.is_success && why == Some(TOLD)) {
+        if was_silent {
+            self.last = Some((how, exit.stderr)); // it was counted when it was killed
+            return;
+        }
+        if matches!(kept.leaving, Leaving::Killed { .. }) || (exit.is_success && why == Some(TOLD))
+        {
             return;
         }
         if exit.is_success && lived > STABLE {
@@ -682,7 +748,7 @@ impl Task {
             if end.is_some_and(|end| Instant::now() >= end) {
                 killed += ids.len();
                 for id in &ids {
-                    self.kill(id);
+                    self.kill(id, false);
                 }
                 break;
             }
@@ -690,7 +756,7 @@ impl Task {
                 self.observe(told.workers);
             }
             for id in ids {
-                if self.hands.get(&id).is_some_and(|kept| !kept.is_stopping) {
+                if self.hands.get(&id).is_some_and(|kept| kept.leaving == Leaving::No) {
                     self.dismiss(&id).await;
                 }
             }

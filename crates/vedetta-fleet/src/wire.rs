@@ -137,7 +137,7 @@ pub enum Mood {
     Running,
     /// It replaces them, one at a time.
     Restarting,
-    /// They end again and again soon after their start; it tries on, seldom.
+    /// They end or fall silent again and again soon after their start; it tries on, seldom.
     CrashLooping,
     /// It was told to end them all, and starts none.
     Terminated,

@@ -134,6 +134,7 @@ fn certificate(folder: &Path) {
 }
 
 const BEYOND: &str = "--http=0.0.0.0:0";
+const NAMED: &str = "hosts = ['localhost']\n";
 const TLS: &str = "tls-cert = 'http.crt'\ntls-key = 'http.key'\n";
 
 #[test]
@@ -184,13 +185,13 @@ fn beyond_loopback_it_starts_only_when_people_sign_in_over_tls() {
         assert_eq!(refused.err.lines().count(), 1, "{refused:?}");
         assert!(!folder.path().join("vedetta-data/vedetta.db").exists(), "nothing was made");
     }
-    for settings in [tls, insecure] {
+    for settings in [format!("[http]\n{NAMED}{TLS}{auth}"), insecure] {
         let folder = temp();
         certificate(folder.path());
         let token = token(folder.path(), "ci", "viewer");
         config(folder.path(), &settings);
         let server = Server::with(vedetta(folder.path()).args(["up", BEYOND]), folder.path());
-        let url = server.url.replace("0.0.0.0", "localhost");
+        let url = server.url.clone();
         let get = |token: &str| -> Ran {
             let mut command = vedetta(folder.path());
             command.env("VEDETTA_SERVER", &url).env("VEDETTA_TOKEN", token);
@@ -205,6 +206,36 @@ fn beyond_loopback_it_starts_only_when_people_sign_in_over_tls() {
             let refused = Ran::from(stranger.output().unwrap());
             assert_eq!(refused.code, 5, "a certificate that nobody vouches for: {refused:?}");
         }
+        server.stop();
+    }
+}
+
+#[test]
+fn beyond_loopback_its_own_workers_and_their_commands_reach_it() {
+    let program = env!("CARGO_BIN_EXE_vedetta");
+    for http in [format!("[http]\n{NAMED}{TLS}"), "[http]\ninsecure = true\n".to_owned()] {
+        let folder = temp();
+        let at = folder.path();
+        certificate(at);
+        let own = token(at, "mine", "operator");
+        let command = format!("{program} job add other >told; echo $? >>told");
+        let settings = format!(
+            "{http}[auth]\nenabled = true\n[handler.note]\nrun = ['sh', '-c', '{command}']\n\
+             [supervisor.default]\nqueues = ['*']\nmin = 1\nmax = 1\n"
+        );
+        config(at, &settings);
+        let mut up = vedetta(at);
+        let server = Server::with(up.args(["up", BEYOND]).env("VEDETTA_CA", "http.crt"), at);
+        let mut add = server.command(&["job", "add", "note", "--wait", "--output", "json"]);
+        add.env("VEDETTA_TOKEN", &own).env("VEDETTA_CA", "http.crt");
+        let added = Ran::from(add.output().unwrap());
+        assert_eq!(added.code, 0, "{http}: {added:?}");
+        let done = added.json();
+        assert_eq!(done["jobs"][0]["status"], "done", "{http}: {done}");
+        let worker = done["jobs"][0]["worker"].as_str().unwrap();
+        assert!(worker.starts_with("default-"), "a process of the supervisor: {done}");
+        let told = fs::read_to_string(at.join("told")).unwrap();
+        assert_eq!(told.lines().last(), Some("0"), "{http}: {told}");
         server.stop();
     }
 }

@@ -5,7 +5,7 @@ use std::io::{Read as _, Write as _};
 use std::process::Stdio;
 use std::sync::mpsc;
 
-use crate::support::{Ran, Server, temp, until};
+use crate::support::{Ran, Server, http, temp, until};
 
 const HANDLER: &str = "[handler.nothing]\nrun = ['true']\nqueue = 'mail'\n";
 
@@ -22,6 +22,14 @@ fn without_a_terminal_it_shows_queues_and_workers_once() {
     assert!(ran.out.contains("1 workers") && ran.out.contains("DONE/MIN"), "{ran:?}");
     let json: Ran = server.command(&["top", "--output", "json"]).output().unwrap().into();
     assert_eq!(json.json()["workers"][0]["queues"][0], "mail");
+    // One that is gone is listed, and not counted.
+    let ben = format!("{}/api/v1/workers/ben", server.url);
+    let beat = serde_json::json!({ "queues": ["mail"] });
+    http().post(format!("{ben}/beat")).send_json(beat).unwrap();
+    assert!(shown().out.contains("2 workers"), "{:?}", shown());
+    http().delete(&ben).call().unwrap();
+    let ran = shown();
+    assert!(ran.out.contains("ben") && ran.out.contains("1 workers"), "{ran:?}");
     server.stop();
 }
 

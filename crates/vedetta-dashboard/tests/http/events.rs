@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use vedetta_core::queue::Settled;
 use vedetta_dashboard::Limits;
 use vedetta_db::postgres::Postgres;
-use vedetta_fleet::roster::WorkerRecord;
+use vedetta_fleet::roster::{Status, SupervisorRecord, WorkerRecord};
 use vedetta_fleet::sqlite::{SqliteBus, SqliteRoster};
 use vedetta_fleet::wire::Beat;
 use vedetta_fleet::{Fleet, Roster as _};
@@ -158,7 +158,7 @@ async fn workers_stages_and_watchers_are_told_of_as_they_change() {
 }
 
 #[tokio::test]
-async fn a_worker_that_is_forgotten_is_told_to_be_gone() {
+async fn a_worker_and_a_supervisor_that_are_forgotten_are_told_to_be_gone() {
     let server = Server::start().await;
     let folder = tempfile::tempdir().unwrap();
     let options = vedetta_db::Options::new(folder.path().join("fleet.db"));
@@ -174,14 +174,44 @@ async fn a_worker_that_is_forgotten_is_told_to_be_gone() {
     let beat = Beat { host: "elsewhere".into(), ..Beat::of_this_process(vec!["default".into()]) };
     fleet().await.heard("anna", beat, false).await.unwrap();
     // Ten minutes later, but for a moment.
+    let seen = Duration::from_secs(595);
     let anna = roster.all().await.unwrap().workers.remove(0);
-    let anna = WorkerRecord { seen: Duration::from_secs(595), ..anna };
-    roster.save(&[anna], &[]).await.unwrap();
+    let anna = WorkerRecord { seen, ..anna };
+    let (name, host) = ("boss:elsewhere".into(), "elsewhere".into());
+    let boss = SupervisorRecord { name, host, halted: false, seen };
+    roster.save(&[anna], &[boss]).await.unwrap();
     let fleet = fleet().await;
     let server = server.serve_as(|api| api.fleet(fleet)).await;
-    let mut feed = server.feed("/events?topics=worker", "").await;
-    let told = feed.until("worker", |data| data["gone"] == true).await.data;
+    let mut workers = server.feed("/events?topics=worker", "").await;
+    let mut supervisors = server.feed("/events?topics=supervisor", "").await;
+    let told = workers.until("worker", |data| data["gone"] == true).await.data;
     assert_eq!(told["id"], "anna");
+    let told = supervisors.until("supervisor", |data| data["gone"] == true).await.data;
+    assert_eq!(told["name"], "boss:elsewhere");
+    let kept = roster.all().await.unwrap();
+    assert!(kept.workers.is_empty() && kept.supervisors.is_empty(), "{kept:?}");
+    server.end().await;
+}
+
+#[tokio::test]
+async fn a_worker_that_there_is_no_room_for_is_not_told_to_be_gone() {
+    let server = Server::start().await;
+    let comes = async |id: &str| {
+        let beat = Beat::of_this_process(vec!["default".into()]);
+        server.fleet.heard(id, beat, false).await.unwrap();
+    };
+    for number in 0..200 {
+        comes(&format!("w{number:03}")).await;
+    }
+    let mut feed = server.feed("/events?topics=worker", "").await;
+    // All are known once one that changed was told of.
+    let paused = Beat { state: Status::Paused, ..Beat::of_this_process(vec!["default".into()]) };
+    assert_eq!(feed.event().await.unwrap().event, "hello");
+    server.fleet.heard("w199", paused, false).await.unwrap();
+    feed.until("worker", |data| data["id"] == "w199").await;
+    comes("a").await; // the first of them: the last has no place any more
+    let told = feed.until("worker", |data| data["id"] == "a" || data["gone"] == true).await.data;
+    assert_eq!(told["id"], "a");
     server.end().await;
 }
 

@@ -72,6 +72,69 @@ async fn what_ends_is_counted_as_it_ends() {
     server.end().await;
 }
 
+/// What is said of a chart, and the numbers of its table by row.
+fn chart(page: &str, title: &str) -> (String, Vec<Vec<String>>) {
+    let section = page.split("<section").find(|it| it.contains(&format!("<h2>{title}</h2>")));
+    let section = section.unwrap_or_else(|| panic!("no {title} in {page}"));
+    let section = section.split("</section>").next().unwrap();
+    let until_tag = |text: &str| text.split('<').next().unwrap().to_owned();
+    let said = until_tag(section.split("<p class=\"muted\">").nth(1).unwrap());
+    let row = |row: &str| -> Vec<String> {
+        row.split("<td class=\"number\">").skip(1).map(until_tag).collect()
+    };
+    (said, section.split("<tr>").map(row).filter(|row| !row.is_empty()).collect())
+}
+
+#[tokio::test]
+async fn the_page_of_insights_shows_in_tables_what_was_counted() {
+    let server = alone().await;
+    let mut feed = server.feed("/events?topics=stats", "").await;
+    for outcome in ["done", "done", "done", "failed", "dead"] {
+        work(&server, "a", outcome).await;
+    }
+    for _ in 0..4 {
+        server.post("/jobs", json!({"kind": "pack", "queue": "b"})).await;
+    }
+    // How long they waited, how many wait and for how long is looked at every second.
+    loop {
+        let all = server.get("/api/v1/stats?range=15m").await.json()["all"].clone();
+        if ["wait_p50_ms", "ready", "oldest_ms"].iter().all(|name| sum(&all, name) > 0) {
+            break;
+        }
+        feed.event().await.unwrap();
+    }
+    let page = server.get("/insights?range=15m").await.body;
+    let of = |rows: &[Vec<String>], column: usize| -> u64 {
+        rows.iter().map(|row| row[column].parse::<u64>().unwrap()).sum()
+    };
+    let (said, rows) = chart(&page, "Throughput");
+    assert_eq!(said, "3 done and 2 failed in the last 15 minutes");
+    assert_eq!((rows.len(), of(&rows, 0), of(&rows, 1)), (10, 3, 2));
+    for (title, verb) in [("How long jobs ran", "ran"), ("How long jobs waited", "waited")] {
+        let (said, rows) = chart(&page, title);
+        assert!(said.starts_with(&format!("lately half {verb} up to ")), "{said}");
+        let told: Vec<&Vec<String>> = rows.iter().filter(|row| row[0] != "–").collect();
+        assert!(!told.is_empty() && told.len() < rows.len(), "{title}: {rows:?}");
+        let is_time = |text: &String| text.ends_with('s') && text.starts_with(char::is_numeric);
+        assert!(told.iter().all(|row| row.len() == 2 && row.iter().all(is_time)), "{told:?}");
+    }
+    let (said, rows) = chart(&page, "How many were ready");
+    assert_eq!(said, "4 at most");
+    let columns = page.split("aria-label=\"How many were ready\"").last().unwrap();
+    let columns = columns.split("</thead>").next().unwrap();
+    assert!(columns.contains(">a<") && columns.contains(">b<"), "{columns}");
+    assert!(rows.iter().any(|row| row[1] == "4"), "{rows:?}");
+    let (said, rows) = chart(&page, "Age of the oldest that was ready");
+    assert!(said.ends_with(" at most") && !said.starts_with("0ms"), "{said}");
+    assert!(rows.iter().any(|row| row[0] != "0ms" && row[0] != "–"), "{rows:?}");
+
+    // Of one queue alone.
+    let page = server.get("/insights?range=1h&queue=b").await.body;
+    assert_eq!(chart(&page, "Throughput").0, "0 done and 0 failed in the last hour");
+    assert_eq!(chart(&page, "How many were ready").0, "4 at most");
+    server.end().await;
+}
+
 trait FlattenNumbers {
     fn flatten_numbers(self) -> Vec<u64>;
 }

@@ -67,6 +67,18 @@ impl Scale {
         &self.posts
     }
 
+    /// Somebody had a worker of these queues end: there is one less, if that leaves the least and one for each
+    /// queue. After the cool-down the load decides again.
+    pub(crate) fn lower(&mut self, queues: &[String], min: u32, now: Moment) {
+        let have: u32 = self.posts.values().sum();
+        let Some(count) = self.posts.get_mut(queues) else { return };
+        if have > min && (*count > 1 || have == 1) {
+            *count -= 1;
+            self.posts.retain(|_, count| *count > 0);
+            self.changed = Some(now);
+        }
+    }
+
     /// What there should be. A worker does so many jobs at once.
     pub(crate) fn decide(
         &mut self,
@@ -291,6 +303,37 @@ mod tests {
     }
 
     #[test]
+    fn who_was_stopped_by_hand_is_missed_only_if_too_few_are_left() {
+        let mail_and_media = |mail, media| posts(&[(&["mail"], mail), (&["media"], media)]);
+        let all: &[&str] = &["mail", "media"];
+        for (before, stopped, min, after, why) in [
+            (mail_and_media(2, 3), &["media"][..], 2, mail_and_media(2, 2), "enough are left"),
+            (mail_and_media(1, 3), &["mail"], 2, mail_and_media(1, 3), "the only one of its queue"),
+            (mail_and_media(2, 3), &["media"], 5, mail_and_media(2, 3), "the least"),
+            (mail_and_media(2, 3), &["gone"], 2, mail_and_media(2, 3), "there should be none"),
+            (posts(&[(all, 3)]), all, 1, posts(&[(all, 2)]), "of those that take all"),
+            (posts(&[(&["mail"], 1)]), &["mail"], 0, Posts::new(), "there may be none"),
+            (posts(&[(&["mail"], 1)]), &["mail"], 1, posts(&[(&["mail"], 1)]), "the least"),
+        ] {
+            let mut scale = Scale::default();
+            scale.adopt(before);
+            scale.lower(&queues(stopped), min, Moment::ZERO);
+            assert_eq!(*scale.posts(), after, "{stopped:?}: {why}");
+        }
+        // Until the cool-down is over, whatever waits; then the load decides.
+        let bounds = Bounds { min: 1, max: 4, cool_down: COOL };
+        let (names, waits) = (queues(&["mail"]), loads(&[("mail", 9, 0)]));
+        let mut scale = Scale::default();
+        scale.adopt(posts(&[(&["mail"], 3)]));
+        scale.lower(&names, 1, Moment::ZERO);
+        for (at, count) in [(0, 2), (9, 2), (10, 4)] {
+            let now = Moment::from_millis(at * 1000);
+            let decided = scale.decide(bounds, &names, &waits, 1, now);
+            assert_eq!(*decided, posts(&[(&["mail"], count)]), "at {at} s");
+        }
+    }
+
+    #[test]
     fn with_fewer_workers_than_queues_all_take_all() {
         let bounds = Bounds { min: 1, max: 2, cool_down: COOL };
         let names = queues(&["c", "a", "b"]);
@@ -376,6 +419,8 @@ mod tests {
                         prop_assert!(moment >= *at + COOL, "changed twice within the cool-down");
                         last = Some((moment, posts));
                     }
+                    // None at the beginning is no change.
+                    None if posts.is_empty() => {}
                     None => last = Some((moment, posts)),
                 }
             }

@@ -1,0 +1,345 @@
+//! What workers and supervisors make of answers that are late, of stops that are lost, and of workers that fall silent. The
+//! server is made up, and time passes only when all wait.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use async_trait::async_trait;
+use parking_lot::Mutex;
+use tempfile::TempDir;
+use tokio::time::{Instant, sleep};
+use tokio_util::sync::CancellationToken;
+use vedetta_fleet::bus::TTL;
+use vedetta_fleet::roster::Status;
+use vedetta_fleet::wire::{
+    Beat, Depth, Handed, Heard, Mood, Report, SlotsUsed, Stamp, Told, WorkerInfo,
+};
+use vedetta_fleet::{
+    Balance, CommandId, Control, ControlError, Crew, Ending, Hire, Order, Settings, Supervising,
+    Supervisor, Target,
+};
+
+/// How often a supervisor looks here.
+const BEAT: Duration = Duration::from_millis(100);
+
+/// A server of which a test says what it answers.
+#[derive(Default)]
+struct Server {
+    beats: Mutex<Vec<Beat>>,
+    reports: Mutex<Vec<Report>>,
+    /// What is handed out next, and how long the answer with it takes.
+    commands: Mutex<VecDeque<(Duration, Handed)>>,
+    workers: Mutex<Vec<WorkerInfo>>,
+    queues: Vec<Depth>,
+    /// When a worker was told to stop; the first such command is lost.
+    stops: Mutex<Vec<Instant>>,
+    frozen: Option<Frozen>,
+}
+
+/// Processes that give one sign of life and no other.
+struct Frozen {
+    program: PathBuf,
+    /// When each was first seen.
+    since: Mutex<BTreeMap<String, Instant>>,
+    /// So long after it they are silent.
+    silent: Duration,
+}
+
+impl Frozen {
+    fn look(&self) -> Vec<WorkerInfo> {
+        let mut since = self.since.lock();
+        for id in started(&self.program) {
+            since.entry(id).or_insert_with(Instant::now);
+        }
+        let info = |(id, since): (&String, &Instant)| {
+            let seen = since.elapsed();
+            let is_silent = seen >= self.silent;
+            let status = if is_silent { Status::Silent } else { Status::Running };
+            WorkerInfo { seen_ms: u64::try_from(seen.as_millis()).unwrap(), ..worker(id, status) }
+        };
+        since.iter().map(info).collect()
+    }
+}
+
+/// The ids of the processes of a program.
+fn started(program: &Path) -> Vec<String> {
+    let lines = fs::read_dir("/proc").unwrap().filter_map(|entry| {
+        let line = fs::read(entry.ok()?.path().join("cmdline")).ok()?;
+        String::from_utf8(line).ok()
+    });
+    let id = |line: String| {
+        let words: Vec<&str> = line.split('\0').collect();
+        let is_it = words.iter().any(|word| Path::new(word) == program);
+        let at = words.iter().position(|word| *word == "--id").filter(|_| is_it)?;
+        Some(words[at + 1].to_owned())
+    };
+    lines.filter_map(id).collect()
+}
+
+fn boss() -> String {
+    format!("boss:{}", vedetta_fleet::host_name())
+}
+
+/// Of a worker on a machine that is not this one.
+fn worker(id: &str, status: Status) -> WorkerInfo {
+    let now = Stamp(SystemTime::now());
+    WorkerInfo {
+        id: id.into(),
+        supervisor: Some(boss()),
+        queues: vec!["default".into()],
+        pid: 1,
+        host: "elsewhere".into(),
+        version: "1".into(),
+        status,
+        inside: false,
+        birth: None,
+        slots: SlotsUsed::default(),
+        running: Vec::new(),
+        note: None,
+        seen_ms: 0,
+        started_at: now,
+        last_heartbeat: now,
+        created_at: now,
+        updated_at: now,
+    }
+}
+
+impl Server {
+    fn hand_out(&self, id: &str, command: Order, expires: Duration, takes: Duration) {
+        let expires_ms = u64::try_from(expires.as_millis()).unwrap();
+        let handed = Handed { id: CommandId(id.into()), command, expires_ms };
+        self.commands.lock().push_back((takes, handed));
+    }
+
+    async fn next_command(&self) -> Vec<Handed> {
+        let next = self.commands.lock().pop_front();
+        let Some((takes, handed)) = next else { return Vec::new() };
+        sleep(takes).await;
+        vec![handed]
+    }
+
+    /// What was said to be done, since the beginning.
+    fn done(&self) -> Vec<String> {
+        let beats: Vec<CommandId> =
+            self.beats.lock().iter().flat_map(|beat| beat.done.clone()).collect();
+        let reports = self.reports.lock();
+        let reports = reports.iter().flat_map(|report| report.done.clone());
+        beats.into_iter().chain(reports).map(|id| id.0).collect()
+    }
+
+    fn wanted(&self) -> Option<u32> {
+        self.reports.lock().last().map(|report| report.wanted)
+    }
+
+    /// A worker does what somebody told it.
+    fn stopped_by_hand(&self, id: &str) {
+        let mut workers = self.workers.lock();
+        let told = workers.iter_mut().find(|worker| worker.id == id).unwrap();
+        (told.status, told.note) = (Status::Stopping, Some("it was told to stop".into()));
+    }
+
+    fn mood(&self) -> Option<Mood> {
+        self.reports.lock().last().map(|report| report.state)
+    }
+}
+
+#[async_trait]
+impl Control for Server {
+    async fn beat(&self, _: &str, beat: &Beat) -> Result<Heard, ControlError> {
+        self.beats.lock().push(beat.clone());
+        let commands = self.next_command().await;
+        Ok(Heard { commands, supervisor_seen_ms: None, beat_ms: 100 })
+    }
+
+    async fn leave(&self, _: &str) -> Result<(), ControlError> {
+        Ok(())
+    }
+
+    async fn listen(&self, _: &Target, _: &(dyn Fn() + Send + Sync)) -> Result<(), ControlError> {
+        std::future::pending().await
+    }
+
+    async fn supervise(&self, _: &str, report: &Report) -> Result<Told, ControlError> {
+        self.reports.lock().push(report.clone());
+        let commands = self.next_command().await;
+        let mut workers = self.workers.lock().clone();
+        workers.extend(self.frozen.iter().flat_map(Frozen::look));
+        let beat_ms = u64::try_from(BEAT.as_millis()).unwrap();
+        let queues = self.queues.clone();
+        Ok(Told { commands, workers, queues, halted: false, silent_ms: 10_000, beat_ms })
+    }
+
+    async fn retire(&self, _: &str) -> Result<(), ControlError> {
+        Ok(())
+    }
+
+    async fn tell(&self, id: &str, order: Order) -> Result<(), ControlError> {
+        assert_eq!(order, Order::Stop);
+        self.stops.lock().push(Instant::now());
+        if self.stops.lock().len() > 1 {
+            let mut workers = self.workers.lock();
+            let told = workers.iter_mut().find(|worker| worker.id == id).unwrap();
+            told.status = Status::Stopping;
+        }
+        Ok(())
+    }
+}
+
+async fn until(what: &str, condition: impl Fn() -> bool) {
+    let began = Instant::now();
+    while !condition() {
+        assert!(began.elapsed() < Duration::from_secs(3600), "waited an hour for {what}");
+        sleep(BEAT / 2).await;
+    }
+}
+
+fn supervise(server: &Arc<Server>, program: PathBuf, min: u32, max: u32) -> Supervising {
+    let (balance, cool_down) = (Balance::Simple, Duration::ZERO);
+    let settings = Settings { queues: vec!["default".into()], balance, min, max, cool_down };
+    keep(server, program, settings)
+}
+
+fn keep(server: &Arc<Server>, program: PathBuf, settings: Settings) -> Supervising {
+    let hire = Hire { program, arguments: vec![], variables: vec![] };
+    Supervisor::new("boss", settings, hire, Arc::clone(server) as _).start()
+}
+
+/// Commands, and answers, that take this long.
+const SHORT: Duration = Duration::from_millis(300);
+const LONG: Duration = Duration::from_secs(1);
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_does_not_obey_a_command_whose_time_is_over_when_it_is_there() {
+    let server = Arc::new(Server::default());
+    server.hand_out("late", Order::Pause, SHORT, SHORT);
+    let stop = CancellationToken::new();
+    let crew = Crew::new("anna", Arc::clone(&server) as _, Vec::new());
+    let crew = tokio::spawn(crew.run(stop.clone(), Duration::ZERO));
+    until("some beats", || server.beats.lock().len() >= 3).await;
+    assert!(server.beats.lock().iter().all(|beat| beat.state == Status::Running));
+    // The same, in time.
+    server.hand_out("early", Order::Pause, LONG, SHORT);
+    let is_paused = || server.beats.lock().last().is_some_and(|beat| beat.state == Status::Paused);
+    until("it is paused", is_paused).await;
+    stop.cancel();
+    assert_eq!(crew.await.unwrap(), (Ending::Told, 0));
+    assert_eq!(server.done(), ["early"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_supervisor_does_not_obey_a_command_whose_time_is_over_when_it_is_there() {
+    let server = Arc::new(Server::default());
+    server.workers.lock().push(worker("anna", Status::Running));
+    server.hand_out("late", Order::Terminate, SHORT, SHORT);
+    let supervisor = supervise(&server, "/bin/false".into(), 1, 1);
+    until("some reports", || server.reports.lock().len() >= 3).await;
+    assert_eq!(server.mood(), Some(Mood::Running));
+    assert!(server.stops.lock().is_empty());
+    // The same, in time.
+    server.hand_out("early", Order::Terminate, LONG, SHORT);
+    until("it is terminated", || server.mood() == Some(Mood::Terminated)).await;
+    until("its worker is told", || !server.stops.lock().is_empty()).await;
+    server.workers.lock().clear();
+    supervisor.stop(Duration::ZERO).await;
+    assert_eq!(server.done(), ["early"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_does_not_hear_that_it_is_to_stop_is_told_again_when_that_is_over() {
+    let server = Arc::new(Server::default());
+    server.workers.lock().push(worker("anna", Status::Running));
+    let supervisor = supervise(&server, "/bin/false".into(), 0, 1);
+    until("some reports", || server.reports.lock().len() >= 3).await;
+    server.hand_out("end", Order::Terminate, LONG, Duration::ZERO);
+    until("it is told twice", || server.stops.lock().len() >= 2).await;
+    let stops = server.stops.lock().clone();
+    let waited = stops[1] - stops[0];
+    assert!(waited >= TTL && waited < TTL + 3 * BEAT, "{waited:?}");
+    // It has a long job to finish, and says so.
+    sleep(3 * TTL).await;
+    assert_eq!(server.stops.lock().len(), 2);
+    server.workers.lock().clear();
+    supervisor.stop(Duration::ZERO).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn workers_that_fall_silent_again_and_again_are_started_later_and_later_and_it_is_shown() {
+    let folder = TempDir::new().unwrap();
+    let program = folder.path().join("worker");
+    fs::write(&program, "#!/bin/sh\nkill -STOP $$\n").unwrap();
+    fs::set_permissions(&program, Permissions::from_mode(0o700)).unwrap();
+    // At once, or when it seems to be well; alone, or beside one that is well.
+    for (silent, others) in [(Duration::ZERO, 0), (Duration::from_secs(10), 1)] {
+        let since = Mutex::default();
+        let frozen = Some(Frozen { program: program.clone(), since, silent });
+        let server = Arc::new(Server { frozen, ..Server::default() });
+        let others_there = (0..others).map(|_| worker("ben", Status::Running));
+        server.workers.lock().extend(others_there);
+        let supervisor = supervise(&server, program.clone(), 1 + others, 1 + others);
+        until("a crash loop", || server.mood() == Some(Mood::CrashLooping)).await;
+        let last = server.reports.lock().last().unwrap().last_exit.clone();
+        assert_eq!(last.as_deref(), Some("it was silent and killed"));
+        let since = &server.frozen.as_ref().unwrap().since;
+        let mut starts: Vec<Instant> = since.lock().values().copied().collect();
+        starts.sort();
+        assert_eq!(starts.len(), 5, "it is shown after the fifth");
+        // 200 ms, 400 ms, … up to a fifth less.
+        let mut wait = Duration::from_millis(160);
+        for pair in starts.windows(2) {
+            let waited = pair[1] - pair[0];
+            assert!(waited >= silent + wait, "{waited:?} of {wait:?}");
+            wait *= 2;
+        }
+        supervisor.stop(Duration::ZERO).await;
+        assert!(started(&program).is_empty(), "all of them were killed");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_two_who_ask_for_the_last_place_one_is_told_that_its_worker_is_started() {
+    let server = Arc::new(Server::default());
+    let start = || Order::Start { queue: "default".into(), count: 1 };
+    server.workers.lock().push(worker("anna", Status::Running));
+    let supervisor = supervise(&server, "/bin/false".into(), 1, 2);
+    server.hand_out("first", start(), LONG, Duration::ZERO);
+    server.hand_out("second", start(), LONG, Duration::ZERO);
+    until("both are handed out", || server.commands.lock().is_empty()).await;
+    until("an answer", || !server.done().is_empty()).await;
+    let reports = server.reports.lock().len();
+    until("some reports", || server.reports.lock().len() >= reports + 3).await;
+    assert_eq!(server.done(), ["first"]);
+    assert_eq!(server.wanted(), Some(2));
+    server.workers.lock().clear();
+    supervisor.stop(Duration::ZERO).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn with_auto_balance_a_worker_that_was_stopped_by_hand_is_not_replaced_at_once() {
+    let (name, ready, running, oldest_ms) = ("default".into(), 0, 3, None);
+    let queues = vec![Depth { name, ready, running, oldest_ms }];
+    let server = Arc::new(Server { queues, ..Server::default() });
+    let workers = ["anna", "ben", "carl"].map(|id| worker(id, Status::Running));
+    server.workers.lock().extend(workers);
+    let (balance, cool_down) = (Balance::Auto, Duration::from_secs(600));
+    let queues = vec!["default".into()];
+    let settings = Settings { queues, balance, min: 1, max: 4, cool_down };
+    let supervisor = keep(&server, "/bin/false".into(), settings);
+    until("those that are needed", || server.wanted() == Some(3)).await;
+    let more = Order::Start { queue: "default".into(), count: 1 };
+    server.hand_out("more", more, LONG, Duration::ZERO);
+    until("one more", || server.wanted() == Some(4)).await;
+    assert_eq!(server.done(), ["more"]);
+    for (id, left) in [("anna", 3), ("ben", 2)] {
+        server.stopped_by_hand(id);
+        until(id, || server.wanted() == Some(left)).await;
+    }
+    let stopped = Instant::now();
+    until("the load decides", || server.wanted() == Some(3)).await;
+    assert!(stopped.elapsed() + 3 * BEAT >= cool_down, "{:?}", stopped.elapsed());
+    server.workers.lock().clear();
+    supervisor.stop(Duration::ZERO).await;
+}
