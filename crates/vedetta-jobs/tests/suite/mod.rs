@@ -292,6 +292,7 @@ macro_rules! jobs_suite {
                 a_4k_job_takes_all_14_and_ten_small_ones_run_after_it
                 after_a_1080p_job_five_of_cost_4_run_three_and_then_two
                 parts_of_jobs_take_slots_each_for_itself
+                a_worker_whose_parts_have_all_its_slots_leaves_jobs_to_others
                 a_job_far_longer_than_its_lease_runs_once
                 what_a_worker_that_went_away_had_is_soon_anothers
                 a_worker_that_is_stopped_finishes_what_runs_and_gives_back_the_rest
