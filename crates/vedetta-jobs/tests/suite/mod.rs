@@ -354,6 +354,8 @@ macro_rules! ledger_suite {
                 a_draining_queue_takes_nothing_on_and_is_worked_off
                 what_is_over_for_long_enough_is_removed
                 of_many_servers_that_tick_one_makes_the_job
+                of_two_servers_that_run_each_tick_is_one_job
+                a_server_that_was_away_makes_up_for_the_last_tick_it_missed
             }
             seen {
                 progress_and_log_are_seen_while_a_job_runs_and_after
