@@ -6,10 +6,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::task::AbortOnDropHandle;
+
+/// How much of what comes from the other side waits in the system, about.
+const HELD: u32 = 256 << 10;
 
 /// Passes bytes on to another address, as long as the link is whole. It ends with this value.
 #[derive(Debug)]
@@ -105,7 +108,7 @@ async fn pass(
     let (there, back) = (link.clone(), link.clone());
     let through = async {
         whole(&mut there.clone(), generation).await;
-        let Ok(server) = TcpStream::connect(target).await else { return };
+        let Ok(server) = connect(target).await else { return };
         let (from_client, to_client) = client.into_split();
         let (from_server, to_server) = server.into_split();
         let all = AtomicUsize::new(usize::MAX);
@@ -118,6 +121,13 @@ async fn pass(
         () = through => {}
         _ = link.wait_for(|link| link.oldest > generation) => {}
     }
+}
+
+/// What a link that is cut holds is little, whatever the system would allow: the other side is to notice.
+async fn connect(target: SocketAddr) -> std::io::Result<TcpStream> {
+    let socket = if target.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+    socket.set_recv_buffer_size(HELD)?;
+    socket.connect(target).await
 }
 
 async fn whole(link: &mut watch::Receiver<Link>, generation: u64) {

@@ -21,10 +21,10 @@ use vedetta::fleet::{self, Crew, Supervising};
 use vedetta::jobs::jetstream::JetStream;
 use vedetta::jobs::postgres::PostgresJobs;
 use vedetta::jobs::sqlite::SqliteJobs;
-use vedetta::jobs::{self, Housekeeping, Jobs, Ledger, Worker};
+use vedetta::jobs::{self, Housekeeping, Jobs, Ledger, Worker, Working};
 use vedetta::kv::{self, Store};
 use vedetta::runtime::told::{Board, Reading};
-use vedetta::runtime::{Keys, Watching};
+use vedetta::runtime::{Keys, Room, Watching};
 use vedetta::stage;
 use vedetta::telemetry::{Exporter, Settings};
 
@@ -119,17 +119,16 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
     }
     let housekeeping =
         Housekeeping::start(&ledger, config.periodic()?, config.retention.retention())?;
-    let mut workers = JoinSet::new();
     let control = Arc::new(fleet.clone());
-    for (queue, worker) in config.workers(&own) {
-        if !config.supervised().contains(queue) {
-            let jobs = streams.get(queue).map(|stream| Arc::clone(stream) as Arc<dyn Jobs>);
-            let jobs = jobs.unwrap_or_else(|| Arc::clone(&ledger) as _);
-            let working = traced(worker, exporter.as_ref()).start(jobs)?;
-            let crew =
-                Crew::new(working.name().to_owned(), Arc::clone(&control) as _, vec![working]);
-            workers.spawn(crew.run(workers_stop.clone(), config.shutdown.grace));
-        }
+    let jobs_of = |queue: &str| match streams.get(queue) {
+        Some(stream) => Arc::clone(stream) as Arc<dyn Jobs>,
+        None => Arc::clone(&ledger) as _,
+    };
+    let mut workers = JoinSet::new();
+    for crew in start_workers(config, &own, exporter.as_ref(), jobs_of)? {
+        let name = crew[0].name().to_owned();
+        let crew = Crew::new(name, Arc::clone(&control) as _, crew);
+        workers.spawn(crew.run(workers_stop.clone(), config.shutdown.grace));
     }
     let supervisors = start_supervisors(config, &own, place.config.as_deref(), &control)?;
     let (api, watchers, reading) = start_watchers(config, api, &store, &own)?;
@@ -181,6 +180,38 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
     }
     tracing::info!("stopped");
     Ok(())
+}
+
+/// Starts a worker for each queue that has handlers and no supervisor. Those that take what the machine has share it,
+/// under one name; each of the others has slots of its own.
+fn start_workers(
+    config: &Config,
+    own: &Own,
+    exporter: Option<&Arc<Exporter>>,
+    jobs_of: impl Fn(&str) -> Arc<dyn Jobs>,
+) -> anyhow::Result<Vec<Vec<Working>>> {
+    let workers = config.workers(own).into_iter();
+    let workers = workers.filter(|(queue, _)| !config.supervised().contains(*queue));
+    let workers = workers.map(|(queue, worker)| (queue, traced(worker, exporter)));
+    let (shared, alone): (Vec<_>, Vec<_>) =
+        workers.partition(|(queue, _)| config.takes_the_machine(queue));
+    let mut crews = Vec::new();
+    for (queue, worker) in alone {
+        crews.push(vec![worker.start(jobs_of(queue))?]);
+    }
+    let room = Room::new(Worker::width());
+    let mut together: Vec<Working> = Vec::new();
+    for (queue, worker) in shared {
+        let worker = match together.first() {
+            Some(first) => worker.name(first.name()),
+            None => worker,
+        };
+        together.push(worker.start_within(Arc::clone(&room), jobs_of(queue))?);
+    }
+    if !together.is_empty() {
+        crews.push(together);
+    }
+    Ok(crews)
 }
 
 /// Ends the tokens of commands and workers, which are gone by now.

@@ -21,7 +21,7 @@ pub mod trace;
 pub use backoff::{Backoff, Tries};
 pub use follow::Follow;
 pub use ids::Ids;
-pub use job::{JobMove, JobState};
+pub use job::JobState;
 pub use moment::Moment;
 pub use queue::{Command, Handler, Queue, QueueError};
 pub use range::KeyRange;

@@ -56,7 +56,7 @@ use vedetta_core::JobState;
 use vedetta_core::queue::{Kept, Settled, Woken};
 use vedetta_runtime::{Bell, Ear};
 
-use self::intake::{State, Story};
+use self::intake::{Opened, State, Story};
 use self::letter::{Asked, Death, HEADERS, Letter};
 use crate::job::{
     Claim, DEFAULT_QUEUE, Enqueued, Fate, Given, Job, JobId, JobsError, Json, LONGEST_TEXT, NewJob,
@@ -478,6 +478,7 @@ impl Jobs for JetStream {
             return Ok(Taken { jobs: Vec::new(), rest: Some(shared.options.fetch_timeout) });
         }
         let asked = Instant::now();
+        shared.ask_again().await?;
         shared.look(wanted).await?;
         // There was less than there is room for: the next waits for something to come.
         shared.pull(wanted).await?;
@@ -598,7 +599,21 @@ impl Shared {
         if !was_full && self.is_there_more().await? == Some(false) {
             return Ok(());
         }
-        let Some(number) = self.pull(wanted).await? else { return Ok(()) };
+        let mut pulled = 0;
+        // What the first cost tells how many more there is room for.
+        while pulled < self.options.fetch_batch.get() as usize {
+            let Some(pull) = self.pull(wanted).await? else { return Ok(()) };
+            self.await_pull(pull.number).await?;
+            if !self.state.lock().was_full {
+                return Ok(());
+            }
+            pulled += pull.batch;
+        }
+        Ok(())
+    }
+
+    /// Waits until a pull has brought what there is.
+    async fn await_pull(&self, number: u64) -> Result<(), JobsError> {
         let mut patience = AT_ONCE;
         while self.brings(number, patience).await == Brought::Nothing {
             match self.is_there_more().await? {
@@ -652,7 +667,7 @@ impl Shared {
 
     /// Opens a pull for what there is, or else for what comes first, if there is room for more than is ready
     /// and none is open.
-    async fn pull(&self, wanted: &Wanted<'_>) -> Result<Option<u64>, JobsError> {
+    async fn pull(&self, wanted: &Wanted<'_>) -> Result<Option<Opened>, JobsError> {
         let opened = {
             let mut state = self.state.lock();
             if let Some(fault) = state.fault.take() {
@@ -662,7 +677,8 @@ impl Shared {
             let most = self.options.fetch_batch.get() as usize;
             if room == 0 { None } else { state.open(room, most, pull_dies_after(&self.options)) }
         };
-        let Some((number, batch, inbox)) = opened else { return Ok(None) };
+        let Some(opened) = opened else { return Ok(None) };
+        let Opened { batch, ref inbox, .. } = opened;
         let request = BatchConfig {
             batch,
             // It ends when there is no more, but waits for the first.
@@ -671,11 +687,12 @@ impl Shared {
             idle_heartbeat: idle_heartbeat(&self.options),
             ..BatchConfig::default()
         };
-        self.consumer.request_batch(request, inbox.into()).await.map_err(|error| {
+        let asked = self.consumer.request_batch(request, inbox.as_str().into()).await;
+        asked.map_err(|error| {
             self.state.lock().pull = None;
             unavailable("pulling", error)
         })?;
-        Ok(Some(number))
+        Ok(Some(opened))
     }
 
     /// What came before it was asked for is held for less than a lease: begin that anew, unless it came just
@@ -846,6 +863,18 @@ impl Shared {
         Some(self.told(JobId(letter.sequence), asked, letter.payload(), &step))
     }
 
+    /// Asks the records once more, if they gave no answer. Until they do nothing is pulled: it would have to be
+    /// given back, again and again, and each time is a delivery.
+    async fn ask_again(&self) -> Result<(), JobsError> {
+        let Some(telling) = &self.telling else { return Ok(()) };
+        let unanswered = self.state.lock().unanswered;
+        if let Some(one) = unanswered {
+            telling.ended(&self.connection, &[one]).await?;
+            self.state.lock().unanswered = None;
+        }
+        Ok(())
+    }
+
     /// Acknowledges what has come and has ended before, as its record says: that was lost on the way. What is dead
     /// may have been lost on its way to the dead letters, too.
     async fn drop_ended(&self) -> Result<(), JobsError> {
@@ -854,7 +883,8 @@ impl Shared {
         if come.is_empty() {
             return Ok(());
         }
-        let ended = telling.ended(&self.connection, &come).await?;
+        let ended = telling.ended(&self.connection, &come).await;
+        let ended = ended.inspect_err(|_| self.state.lock().unanswered = come.first().copied())?;
         let over = come.iter().zip(ended).filter_map(|((id, _), ended)| Some((id.0, ended?)));
         let over: HashMap<u64, Ended> = over.collect();
         let letters = self.state.lock().are_known(&come, |sequence| over.contains_key(&sequence));

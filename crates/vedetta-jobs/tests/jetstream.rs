@@ -7,18 +7,20 @@ mod suite;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::num::NonZeroU32;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, SystemTime};
 
 use async_nats::jetstream::consumer::{AckPolicy, pull};
 use async_nats::jetstream::{Context, stream};
 use async_trait::async_trait;
+use futures_util::StreamExt as _;
 use parking_lot::Mutex;
 use testing::nats::Server;
 use testing::{Proxy, soon};
+use tokio::sync::Notify;
 use tokio::task::JoinSet;
-use vedetta_core::JobState;
 use vedetta_core::queue::{Kept, Settled, Woken};
+use vedetta_core::{JobState, Trace};
 use vedetta_jobs::jetstream::{JetStream, Options};
 use vedetta_jobs::sqlite::SqliteJobs;
 use vedetta_jobs::{
@@ -277,6 +279,7 @@ mod at_work {
             a_4k_job_takes_all_14_and_ten_small_ones_run_after_it
             after_a_1080p_job_five_of_cost_4_run_three_and_then_two
             parts_of_jobs_take_slots_each_for_itself
+            a_worker_whose_parts_have_all_its_slots_leaves_jobs_to_others
             a_job_far_longer_than_its_lease_runs_once
             what_a_worker_that_went_away_had_is_soon_anothers
             a_worker_that_is_stopped_finishes_what_runs_and_gives_back_the_rest
@@ -284,6 +287,7 @@ mod at_work {
             whatever_a_handler_does_is_its_jobs_alone
             a_job_can_ask_to_be_tried_later
             what_nobody_can_do_is_not_tried_for_ever
+            what_becomes_of_a_job_is_one_trace
         }
     }
 }
@@ -444,6 +448,26 @@ async fn no_more_is_pulled_than_there_is_room_for() {
 }
 
 #[tokio::test]
+async fn a_pull_asks_for_as_many_and_waits_as_long_as_configured() {
+    let server = Server::start().await;
+    let client = async_nats::connect(server.url()).await.unwrap();
+    let asked = format!("$JS.API.CONSUMER.MSG.NEXT.{STREAM}.{DURABLE}");
+    let mut pulls = client.subscribe(asked).await.unwrap();
+    client.flush().await.unwrap();
+    let fetch_timeout = Duration::from_millis(700);
+    let options = Options { fetch_batch: some(3), fetch_timeout, ..patient() };
+    let jobs = open(&server, options).await;
+    jobs.enqueue(&vec![NewJob::new("film"); 9]).await.unwrap();
+    take(&jobs, 100).await;
+    // The first tells what one costs.
+    for batch in [1, 3] {
+        let pull = soon("a pull", pulls.next()).await.unwrap().payload;
+        let pull: serde_json::Value = serde_json::from_slice(&pull).unwrap();
+        assert_eq!((&pull["batch"], &pull["expires"]), (&batch.into(), &700_000_000.into()));
+    }
+}
+
+#[tokio::test]
 async fn what_is_pulled_and_finds_no_room_goes_to_somebody_else() {
     let server = Server::start().await;
     let (busy, idle) = (open(&server, quick()).await, open(&server, quick()).await);
@@ -470,13 +494,14 @@ async fn jobs_come_out_of_a_stream_as_they_went_in() {
         max_attempts: 9,
         timeout: Some(Duration::from_millis(21_600_001)),
         tags: vec!["eu".into(), "film:1/a".into()],
+        trace: Some(Trace::new(0xabc, 0xdef, true)),
         ..NewJob::new("mail/send:v1.2-b").payload(&serde_json::json!({ "to": "Zoë" })).unwrap()
     };
     jobs.enqueue(std::slice::from_ref(&job)).await.unwrap();
     let given = comes(&jobs).await;
     assert_eq!((&given.kind, given.payload.get()), (&job.kind, job.payload.get()));
     assert_eq!((given.cost, given.max_attempts, given.attempt), (64, 9, 1));
-    assert_eq!((given.timeout, given.tags), (job.timeout, job.tags));
+    assert_eq!((given.timeout, given.tags, given.trace), (job.timeout, job.tags, job.trace));
 }
 
 #[tokio::test]
@@ -521,9 +546,12 @@ async fn what_a_message_does_not_say_its_kind_does() {
     let mut headers = async_nats::HeaderMap::new();
     headers.insert("Vedetta-Cost", "3");
     headers.insert("Vedetta-Timeout", "1m");
+    let trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+    headers.insert("traceparent", trace);
     context.publish_with_headers(SUBJECT, headers, "{}".into()).await.unwrap().await.unwrap();
     let given = comes(&jobs).await;
     assert_eq!((given.cost, given.timeout), (3, Some(Duration::from_secs(60))));
+    assert_eq!(given.trace.map(|trace| trace.to_string()).as_deref(), Some(trace));
     assert_eq!(settle(&jobs, given.claim, done()).await, Settled::Gone);
     // What cannot be told is no job.
     publish(&context, br#"{"size": "huge"}"#).await;
@@ -721,11 +749,17 @@ async fn a_job_that_runs_for_many_ack_waits_is_delivered_once_and_again_when_its
 
     jobs.enqueue(&[NewJob::new("film")]).await.unwrap();
     eventually("it runs", async || begun.load(Ordering::Relaxed) == 2).await;
+    let others = Arc::new(open(&server, steady()).await);
+    let second = start(worker(2, Duration::ZERO, &begun), &others);
     drop((first, jobs));
-    let jobs = Arc::new(open(&server, steady()).await);
-    let second = start(worker(2, Duration::ZERO, &begun), &jobs);
+    let gone = SystemTime::now();
     eventually("another does it", async || second.status().flow.done == 1).await;
     assert_eq!(count(&context, STREAM).await, 0);
+    let delivered = consumer(&context).await.delivered;
+    assert_eq!(delivered.consumer_sequence, 3);
+    let again: SystemTime = delivered.last_active.unwrap().into();
+    let late = again.duration_since(gone).unwrap_or_default();
+    assert!(late < 5 * steady().ack_wait, "delivered {late:?} later");
 }
 
 #[tokio::test]
@@ -737,6 +771,19 @@ async fn nothing_is_delivered_again_while_work_waits_for_slots() {
     let working = start(worker(2, Duration::from_millis(2500), &Arc::default()), &jobs);
     eventually("all are done", async || working.status().flow.done == 8).await;
     assert_eq!(consumer(&context).await.delivered.consumer_sequence, 8);
+}
+
+#[tokio::test]
+async fn jobs_that_cost_all_slots_are_pulled_one_at_a_time_from_the_first_on() {
+    let server = Server::start().await;
+    let context = stranger(&server).await;
+    let jobs = Arc::new(open(&server, steady()).await);
+    let film = NewJob { cost: 2, ..NewJob::new("film") };
+    jobs.enqueue(&vec![film; 4]).await.unwrap();
+    // Each takes longer than what was pulled is kept for a slot.
+    let working = start(worker(2, steady().heartbeat * 2, &Arc::default()), &jobs);
+    eventually("all are done", async || working.status().flow.done == 4).await;
+    assert_eq!(consumer(&context).await.delivered.consumer_sequence, 4);
 }
 
 #[tokio::test]
@@ -1045,6 +1092,53 @@ async fn what_has_ended_in_the_records_is_acknowledged_and_not_run_again() {
     .await;
     let still = record(&records).await;
     assert_eq!((still.status, still.ended_at), (JobState::Done, ended.ended_at));
+}
+
+/// Records that give no answer for a while.
+struct Silent {
+    records: Arc<SqliteJobs>,
+    asked: AtomicU32,
+    is_back: AtomicBool,
+}
+
+#[async_trait]
+impl Monitor for Silent {
+    async fn tell(&self, jobs: &[Job]) -> Result<Vec<bool>, JobsError> {
+        self.records.tell(jobs).await
+    }
+
+    async fn ended(
+        &self,
+        connection: &str,
+        jobs: &[(JobId, SystemTime)],
+    ) -> Result<Vec<Option<Ended>>, JobsError> {
+        self.asked.fetch_add(1, Ordering::Relaxed);
+        if !self.is_back.load(Ordering::Relaxed) {
+            return Err(JobsError::Unavailable("no answer".into()));
+        }
+        self.records.ended(connection, jobs).await
+    }
+}
+
+#[tokio::test]
+async fn while_the_records_give_no_answer_nothing_is_pulled_again_and_again() {
+    let server = Server::start().await;
+    let context = stranger(&server).await;
+    let (_folder, records) = records().await;
+    let (asked, is_back) = (AtomicU32::new(0), AtomicBool::new(false));
+    let silent = Arc::new(Silent { records, asked, is_back });
+    let monitor: Arc<dyn Monitor> = Arc::clone(&silent) as _;
+    let jobs = Arc::new(JetStream::open(&server.url(), steady(), Some(monitor)).await.unwrap());
+    jobs.enqueue(&vec![NewJob { max_attempts: 1, ..NewJob::new("film") }; 3]).await.unwrap();
+    let begun = Arc::default();
+    let working = start(worker(4, Duration::ZERO, &begun), &jobs);
+    eventually("they are asked", async || silent.asked.load(Ordering::Relaxed) >= 7).await;
+    // A pull that is open still may bring once more what was given back.
+    let delivered = consumer(&context).await.delivered.consumer_sequence;
+    assert!(delivered <= 3 * 3, "{delivered} deliveries");
+    silent.is_back.store(true, Ordering::Relaxed);
+    eventually("all are done", async || working.status().flow.done == 3).await;
+    assert_eq!(begun.load(Ordering::Relaxed), 3);
 }
 
 #[tokio::test]
@@ -1513,6 +1607,9 @@ async fn what_a_killed_server_has_again_and_has_ended_is_removed_and_nothing_els
 async fn what_a_killed_server_delivers_again_to_who_has_it_goes_on_and_begins_once() {
     let mut server = Server::start().await;
     let jobs = open(&server, patient()).await;
+    // What came before was cheap.
+    jobs.enqueue(&[NewJob::new("film")]).await.unwrap();
+    settle(&jobs, comes(&jobs).await.claim, done()).await;
     let film = NewJob { cost: 5, ..NewJob::new("film") };
     jobs.enqueue(&[film.clone(), film]).await.unwrap();
     // Both are pulled, and there is room for one. The server forgets that it has delivered them.
@@ -1526,15 +1623,15 @@ async fn what_a_killed_server_delivers_again_to_who_has_it_goes_on_and_begins_on
     })
     .await;
     let context = stranger(&server).await;
-    assert_eq!(consumer(&context).await.delivered.consumer_sequence, 0);
+    assert_eq!(consumer(&context).await.delivered.consumer_sequence, 1);
     eventually("both are delivered again", async || {
         taken.extend(jobs.take(&wanted(10)).await.into_iter().flat_map(|taken| taken.jobs));
-        consumer(&context).await.delivered.consumer_sequence == 2
+        consumer(&context).await.delivered.consumer_sequence == 3
     })
     .await;
     taken.extend(take(&jobs, 10).await);
     let ids: Vec<u64> = taken.iter().map(|given| given.claim.id.0).collect();
-    assert_eq!(ids, [1, 2]);
+    assert_eq!(ids, [2, 3]);
     let held: Vec<_> = taken.iter().map(|given| (given.claim, Note::default())).collect();
     assert_eq!(jobs.keep(&held).await.unwrap(), [Kept::Ours; 2]);
     let ended: Vec<_> = taken.iter().map(|given| (given.claim, done())).collect();
@@ -1547,20 +1644,25 @@ async fn what_a_killed_server_delivers_again_to_who_has_it_goes_on_and_begins_on
 async fn a_worker_that_is_too_slow_for_its_server_gets_what_was_dropped_again_and_runs_nothing_twice()
  {
     const FILMS: u32 = 64;
-    let server = Server::start_with("write_deadline: \"300ms\"").await;
+    let server = Server::start_with("write_deadline: \"2s\"").await;
     let link = Proxy::to(server.address()).await;
-    let options = Options { ack_wait: Duration::from_secs(4), fetch_batch: some(FILMS), ..quick() };
+    // Time enough to keep what runs through all of it, on a machine that does something else, too.
+    let options =
+        Options { ack_wait: Duration::from_secs(15), fetch_batch: some(FILMS), ..quick() };
     let url = format!("nats://{}", link.address());
     let jobs = Arc::new(JetStream::open(&url, options.clone(), None).await.unwrap());
     let begun: Arc<Mutex<Vec<JobId>>> = Arc::default();
-    let notes = Arc::clone(&begun);
+    let (notes, end) = (Arc::clone(&begun), Arc::new(Notify::new()));
+    let last = Arc::clone(&end);
     let worker = Worker::new(DEFAULT_QUEUE).capacity(some(FILMS + 1));
     let worker = worker.lease(options.ack_wait).heartbeat(options.heartbeat);
     let worker = worker.handler("film", move |work: Work, film: String| {
         notes.lock().push(work.id());
-        let time = if film.is_empty() { options.ack_wait * 2 } else { Duration::ZERO };
+        let last = film.is_empty().then(|| Arc::clone(&last));
         async move {
-            tokio::time::sleep(time).await;
+            if let Some(last) = last {
+                last.notified().await;
+            }
             Ok::<_, BoxError>(())
         }
     });
@@ -1577,7 +1679,11 @@ async fn a_worker_that_is_too_slow_for_its_server_gets_what_was_dropped_again_an
     jobs.pause(false).await;
     eventually("the server gives it up", async || server.log().contains("Slow Consumer")).await;
     link.mend();
-    eventually("all are done", async || working.status().flow.done == u64::from(FILMS) + 1).await;
+    // What was dropped comes after an ack wait.
+    eventually("all others are done", async || working.status().flow.done == u64::from(FILMS))
+        .await;
+    end.notify_one();
+    eventually("the first is done", async || working.status().flow.done > u64::from(FILMS)).await;
     let delivered = consumer(&stranger(&server).await).await.delivered.consumer_sequence;
     assert!(delivered > u64::from(FILMS) + 1, "nothing was dropped: {delivered}");
     let mut once = begun.lock().clone();

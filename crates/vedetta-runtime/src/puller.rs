@@ -144,7 +144,8 @@ impl Puller {
     }
 
     /// The same with slots that are shared: with the parts of what costs nothing itself, and with other
-    /// pullers. Then no more is taken than is free.
+    /// pullers. As long as none is free nothing is taken; the last that is may cost more than is free, and
+    /// waits for it.
     pub fn start_within<Q, H>(self, room: &Arc<Room>, queue: Q, handler: H) -> Pulling
     where
         Q: Queue,
@@ -403,6 +404,7 @@ where
         if room < ahead {
             return; // a few at a time would cost as much as many
         }
+        room = room.saturating_sub(self.parts_beyond());
         if let Some(free) = self.runner.shared_room() {
             // What others have taken is no room for us.
             room = room.min(free.saturating_sub(self.waiting_cost()));
@@ -421,6 +423,19 @@ where
             let asked = Instant::now();
             (asked, room, queue.take(room).await)
         }));
+    }
+
+    /// What parts hold and wait for, beyond the one for which each that is made of them counts.
+    fn parts_beyond(&self) -> u32 {
+        let parts = self.runner.parts();
+        if parts == 0 {
+            return 0;
+        }
+        let works = |at: &At<Q::Item>| matches!(at, At::Waiting(_) | At::Running | At::Lost);
+        let takes_none = |index: usize| self.costs[index] == 0;
+        let in_parts =
+            self.held.iter().filter(|(index, held)| takes_none(*index) && works(&held.at));
+        parts.saturating_sub(u32::try_from(in_parts.count()).unwrap_or(u32::MAX))
     }
 
     /// What was taken and has not begun.

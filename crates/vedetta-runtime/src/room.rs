@@ -21,6 +21,8 @@ pub struct Room {
 
 struct State {
     slots: Slots<Waiter>,
+    /// Slots that parts hold or wait for.
+    parts: u64,
     /// The runners, in the order in which they came.
     runners: Vec<Member>,
 }
@@ -63,6 +65,7 @@ impl Hold {
 impl Drop for Hold {
     fn drop(&mut self) {
         if let Some(held) = self.held.take() {
+            self.room.state.lock().parts -= u64::from(held.slots());
             self.room.release(held);
             self.room.tell();
         }
@@ -73,18 +76,19 @@ impl Drop for Hold {
 struct Waiting<'r> {
     room: &'r Arc<Room>,
     ticket: Ticket,
+    cost: u32,
 }
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        self.room.cancel(self.ticket);
+        self.room.cancel(self.ticket, self.cost);
     }
 }
 
 impl Room {
     /// With all slots free.
     pub fn new(capacity: NonZeroU32) -> Arc<Self> {
-        let state = State { slots: Slots::new(capacity), runners: Vec::new() };
+        let state = State { slots: Slots::new(capacity), parts: 0, runners: Vec::new() };
         Arc::new(Self { state: Mutex::new(state) })
     }
 
@@ -96,9 +100,11 @@ impl Room {
         let (sender, turn) = oneshot::channel();
         let waiting = {
             let mut state = self.state.lock();
+            let cost = cost.clamp(1, state.slots.capacity());
             let ticket = state.slots.wait(cost, Waiter::Part(sender));
+            state.parts += u64::from(cost);
             self.dispatch(&mut state);
-            Waiting { room: self, ticket }
+            Waiting { room: self, ticket, cost }
         };
         let Ok(hold) = turn.await else { unreachable!("who waits is told of its turn") };
         drop(waiting);
@@ -132,25 +138,19 @@ impl Room {
     }
 
     /// A part no longer waits. If its turn had come, who drops it gives back what it holds.
-    fn cancel(self: &Arc<Self>, ticket: Ticket) {
+    fn cancel(self: &Arc<Self>, ticket: Ticket, cost: u32) {
         let mut state = self.state.lock();
         if state.slots.cancel(ticket).is_some() {
+            state.parts -= u64::from(cost);
             self.dispatch(&mut state);
             drop(state);
             self.tell();
         }
     }
 
-    /// Tells runners that they may begin what a part has made room for; and each of several that there may
-    /// be room for more.
+    /// Tells runners that they may begin something, or that there may be room for more.
     fn tell(&self) {
-        let state = self.state.lock();
-        let several = state.runners.len() > 1;
-        state
-            .runners
-            .iter()
-            .filter(|runner| several || !runner.ready.is_empty())
-            .for_each(|runner| runner.bell.notify_one());
+        self.state.lock().runners.iter().for_each(|runner| runner.bell.notify_one());
     }
 
     fn dispatch(self: &Arc<Self>, state: &mut State) {
@@ -163,6 +163,7 @@ impl Room {
                     if let Err(mut hold) = turn.send(hold)
                         && let Some(held) = hold.held.take()
                     {
+                        state.parts -= u64::from(held.slots());
                         state.slots.release(held);
                     }
                 }
@@ -214,7 +215,7 @@ impl Place {
         }
     }
 
-    /// Until a run may begin because of what others did.
+    /// Until a run may begin, or there may be room for more, because of what others did.
     pub(crate) async fn changed(&self) {
         self.bell.notified().await;
     }
@@ -227,6 +228,11 @@ impl Place {
     /// Slots that nothing holds.
     pub(crate) fn free(&self) -> u32 {
         self.room.free()
+    }
+
+    /// Slots that parts hold or wait for.
+    pub(crate) fn parts(&self) -> u32 {
+        u32::try_from(self.room.state.lock().parts).unwrap_or(u32::MAX)
     }
 }
 
@@ -273,12 +279,15 @@ mod tests {
         drop(given_up);
         let mut told = Box::pin(room.hold(1));
         assert!(poll!(&mut told).is_pending());
+        let runner = room.join();
+        assert_eq!(runner.parts(), 2 + 1 + 1);
         drop(first);
         // Its turn has come, and it goes away before it looks.
         drop(told);
         let Poll::Ready(next) = poll!(&mut next) else { panic!("there is room") };
+        assert_eq!(runner.parts(), 1);
         drop(next);
-        assert_eq!(room.free(), 2);
+        assert_eq!((room.free(), runner.parts()), (2, 0));
     }
 
     #[tokio::test]

@@ -202,18 +202,17 @@ impl<T: Send + 'static> Runner<T> {
         self.schedule.finish(slot);
     }
 
-    /// The next run that ends; nothing when instead something became due.
+    /// The next run that ends; nothing when instead something became due, or there is room again.
     ///
     /// Cancel safety: a dropped future loses nothing.
     pub async fn next(&mut self) -> Option<Ended<T>> {
         let due = if self.paused || self.is_crowded() { None } else { self.schedule.wake_at() };
         let due = due.map(|at| self.instant(at));
-        let is_shared = self.room.is_shared();
         tokio::select! {
             biased;
             Some(ended) = self.tasks.join_next_with_id() => Some(self.ended(ended)),
             () = sleep_until(due.unwrap_or(self.began)), if due.is_some() => None,
-            () = self.room.changed(), if (self.standing > 0 || is_shared) && !self.paused => None,
+            () = self.room.changed(), if !self.paused => None,
             else => std::future::pending().await,
         }
     }
@@ -237,6 +236,11 @@ impl<T: Send + 'static> Runner<T> {
     /// Slots that nothing holds, if there are others who take some; else nobody but the owner has a say.
     pub(crate) fn shared_room(&self) -> Option<u32> {
         self.room.is_shared().then(|| self.room.free())
+    }
+
+    /// Slots that parts of runs hold or wait for.
+    pub(crate) fn parts(&self) -> u32 {
+        self.room.parts()
     }
 
     /// Keys that wait, for their time or for room.

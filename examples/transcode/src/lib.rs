@@ -9,7 +9,9 @@
 //! A job is a file, and takes no slots itself; its parts, one for each resolution, wait for their own, in one
 //! line with those of all other files. So a large part takes the whole machine and small ones share it, and
 //! a job that waits holds up nobody and keeps its lease all the while. What costs more slots than there are
-//! takes all.
+//! takes all. As long as parts have or want all slots no further file is taken: another worker may have room.
+//!
+//! FFmpeg encodes with as many threads as a part holds slots, and reads, decodes and scales with one each.
 //!
 //! **A job may be repeated, by anybody and at any moment.** An output has its name only once it is whole, on
 //! the disk and was looked at; one that is there, fits and is not older than the file is not made again. What

@@ -78,14 +78,14 @@ impl Part {
         Ok(())
     }
 
+    /// The slots are the encoder's. With as many threads to decode and to scale it would be three times as many.
     fn arguments(&self, threads: u32, to: &Path) -> Vec<OsString> {
         let Rung { height, .. } = self.rung;
-        let before = format!(
-            "-hide_banner -loglevel error -nostdin -y -protocol_whitelist file -threads {threads} -i"
-        );
+        let before =
+            "-hide_banner -loglevel error -nostdin -y -protocol_whitelist file -threads 1 -i";
         // Of sound and pictures one each, and no pictures on the cover.
         let after = format!(
-            "-map 0:V:0 -map 0:a:0? -vf scale=-2:{height} -filter_threads {threads} \
+            "-map 0:V:0 -map 0:a:0? -vf scale=-2:{height} -filter_threads 1 \
              -c:v libx264 -preset veryfast -crf 23 -pix_fmt yuv420p -threads {threads} \
              -c:a aac -b:a 128k -movflags +faststart -f mp4 \
              -progress pipe:1 -nostats -stats_period 0.5"
@@ -98,7 +98,7 @@ impl Part {
     }
 }
 
-/// Makes a part with so many threads. `watch` is told how far it is, which is all only when this has returned.
+/// Makes a part with so many threads of the encoder. `watch` is told how far it is, which is all only when this has returned.
 ///
 /// Cancel safety: a dropped future kills FFmpeg and removes what it has written.
 pub async fn run_part(
@@ -219,7 +219,58 @@ fn remove_leftovers(output: &Path) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::SystemTime;
+
+    use parking_lot::Mutex;
+
     use super::*;
+
+    #[derive(Default)]
+    struct Seen(Mutex<Vec<f64>>);
+
+    impl Watch for Seen {
+        fn progress(&self, progress: f64, _: Option<&str>) {
+            self.0.lock().push(progress);
+        }
+
+        fn log(&self, _: &str) {}
+    }
+
+    #[test]
+    fn how_far_ffmpeg_is_it_says_itself() {
+        let lines = [
+            "frame=0",
+            "out_time_us=N/A",
+            "out_time_us=-21333",
+            "out_time_us=1000000",
+            "out_time=00:00:01.500000",
+            "out_time_us=3000000",
+            "out_time_us=4000000",
+            "progress=end",
+        ];
+        for (whole, told) in [(Some(4), vec![0.25, 0.75, 0.99]), (Some(0), vec![]), (None, vec![])]
+        {
+            let seen = Seen::default();
+            let watching = Watching { whole: whole.map(Duration::from_secs), watch: &seen };
+            lines.iter().for_each(|line| watching.line(line));
+            assert_eq!(*seen.0.lock(), told, "of {whole:?} seconds");
+        }
+    }
+
+    #[test]
+    fn the_encoder_has_the_slots_and_what_is_before_it_one_thread_each() {
+        let (path, duration, modified) = ("a.mov".into(), None, SystemTime::UNIX_EPOCH);
+        let source = Arc::new(Media { path, height: 480, duration, modified });
+        let part = Part::new(&source, crate::LADDER[0], Path::new("made"));
+        let arguments = part.arguments(8, Path::new("to.mp4"));
+        let of = |name: &str| {
+            let all = arguments.windows(2).filter(|pair| pair[0] == name);
+            all.map(|pair| pair[1].to_str().unwrap()).collect::<Vec<_>>()
+        };
+        assert_eq!((of("-threads"), of("-filter_threads")), (vec!["1", "8"], vec!["1"]));
+        let at = |word: &str| arguments.iter().position(|argument| argument == word).unwrap();
+        assert!(at("-threads") < at("-i"), "the first is of the decoder");
+    }
 
     #[test]
     fn only_drafts_that_nobody_writes_are_leftovers() {

@@ -240,6 +240,12 @@ impl Config {
         workers
     }
 
+    /// Whether a queue has as many slots as the machine, and not a number of its own.
+    pub(crate) fn takes_the_machine(&self, queue: &str) -> bool {
+        let declared = self.queue.get(&JobName(queue.into()));
+        declared.is_none_or(|queue| queue.capacity == Capacity::Auto)
+    }
+
     /// The streams that queues are.
     pub(crate) fn streams(&self) -> Result<Vec<Options>, ConfigError> {
         let mut streams = Vec::new();

@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 
+use futures_util::StreamExt as _;
 use serde_json::Value;
 
 use crate::support::{Ran, Server, http, run, temp, until, vedetta};
@@ -86,6 +87,52 @@ fn a_declared_command_does_the_jobs_of_its_kind() {
         jobs > 2
     };
     until("two ticks", periodic);
+}
+
+#[test]
+fn queues_without_a_capacity_share_the_slots_of_the_machine() {
+    let folder = temp();
+    let run =
+        "run = ['sh', '-c', 'echo +1 >>log; until test -e go; do sleep 0.05; done; echo -1 >>log']";
+    config(
+        folder.path(),
+        &format!(
+            "[queue.mail]\ncapacity = 'auto'\n[queue.own]\ncapacity = 3\n\
+             [handler.film]\nqueue = 'media'\n{run}\n[handler.letter]\nqueue = 'mail'\n{run}\n\
+             [handler.third]\nqueue = 'own'\nrun = ['true']\n"
+        ),
+    );
+    let server = Server::start(folder.path());
+    let cores = std::thread::available_parallelism().unwrap().get();
+    let slots = if cores > 4 { cores - 2 } else { cores };
+    let ids: Vec<String> = (0..slots)
+        .flat_map(|_| [add(&server, "film", "null"), add(&server, "letter", "null")])
+        .collect();
+    let workers = || {
+        let listed: Ran =
+            server.command(&["worker", "list", "--output", "json"]).output().unwrap().into();
+        let listed = listed.json()["workers"].as_array().unwrap().clone();
+        let mut all: Vec<Value> = listed
+            .iter()
+            .map(|worker| serde_json::json!([worker["queues"], worker["slots"]]))
+            .collect();
+        all.sort_by_key(Value::to_string);
+        all
+    };
+    let all = serde_json::json!([
+        [["mail", "media"], {"used": slots, "capacity": slots}],
+        [["own"], {"used": 0, "capacity": 3}],
+    ]);
+    until("all slots are in use", || Value::from(workers()) == all);
+    fs::write(folder.path().join("go"), "").unwrap();
+    until("all are done", || ids.iter().all(|id| status(&server, id) == "done"));
+    let log = fs::read_to_string(folder.path().join("log")).unwrap();
+    let at_once = log.lines().scan(0, |now: &mut i64, line| {
+        *now += line.parse::<i64>().unwrap();
+        Some(*now)
+    });
+    assert_eq!(at_once.max(), Some(i64::try_from(slots).unwrap()), "{log}");
+    server.stop();
 }
 
 #[test]
@@ -236,10 +283,55 @@ async fn a_streams_job_of_many_ack_waits_runs_once_and_again_soon_after_its_proc
     server.running.signal("KILL");
     server.running.wait();
     let server = start();
+    let ready = std::time::SystemTime::now();
     until("another begin", || begun() == "1\n2\n");
+    // By the clock of NATS, which has no part in what else the machine is at.
+    let again: std::time::SystemTime = delivered().await.last_active.unwrap().into();
+    let late = again.duration_since(ready).unwrap_or_default();
+    assert!(late < 5 * std::time::Duration::from_secs(2), "delivered {late:?} later");
     fs::write(folder.path().join("go"), "").unwrap();
     until("its end", || status(&server, &id) == "done");
     assert_eq!((begun().as_str(), delivered().await.consumer_sequence), ("1\n2\n", 2));
+    server.stop();
+}
+
+#[tokio::test]
+async fn a_stream_is_pulled_as_the_file_says() {
+    let nats = testing::nats::Server::start().await;
+    let client = async_nats::connect(nats.url()).await.unwrap();
+    let mut pulls = client.subscribe("$JS.API.CONSUMER.MSG.NEXT.MEDIA.worker").await.unwrap();
+    client.flush().await.unwrap();
+    let folder = temp();
+    config(
+        folder.path(),
+        r#"
+        [queue.media]
+        capacity = 8
+        fetch-batch = 3
+        fetch-timeout = "700ms"
+        nats = { stream = "MEDIA", subject = "media.events", durable = "worker" }
+        [handler.film]
+        run = ["true"]
+        queue = "media"
+        "#,
+    );
+    let mut command = vedetta(folder.path());
+    command.args(["up", "--http", "127.0.0.1:0"]).env("VEDETTA_JOBS_URL", nats.url());
+    let server = Server::with(&mut command, folder.path());
+    add(&server, "film", "null");
+    // Once it is known what one costs.
+    let full = async {
+        loop {
+            let pull = pulls.next().await.unwrap().payload;
+            let pull: Value = serde_json::from_slice(&pull).unwrap();
+            assert_eq!(pull["expires"], 700_000_000, "{pull}");
+            match pull["batch"].as_u64().unwrap() {
+                1 => {}
+                batch => return batch,
+            }
+        }
+    };
+    assert_eq!(testing::soon("a pull of several", full).await, 3);
     server.stop();
 }
 

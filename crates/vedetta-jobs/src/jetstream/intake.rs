@@ -67,10 +67,12 @@ pub(super) struct State {
     forgiven: BTreeMap<u64, u32>,
     /// By sequence, when those were asked for that have ended here, if that is recorded nowhere.
     over: BTreeMap<u64, SystemTime>,
-    /// What the last few messages cost.
-    cost: f64,
+    /// What the last few messages cost, or rather more; unknown before the first.
+    cost: Option<f64>,
     /// What comes may have ended before, as far as is recorded, and is to be looked up.
     is_recorded: bool,
+    /// A message that could not be looked up.
+    pub unanswered: Option<(JobId, SystemTime)>,
 }
 
 #[derive(Debug)]
@@ -79,6 +81,15 @@ pub(super) struct Pull {
     missing: usize,
     /// If it gives no sign until then.
     dead_at: Instant,
+}
+
+/// A pull that was just opened.
+pub(super) struct Opened {
+    pub number: u64,
+    /// For so many messages.
+    pub batch: usize,
+    /// Where it is answered.
+    pub inbox: String,
 }
 
 #[derive(Debug)]
@@ -137,8 +148,9 @@ impl State {
             settled: HashMap::new(),
             forgiven: BTreeMap::new(),
             over: BTreeMap::new(),
-            cost: 1.0,
+            cost: None,
             is_recorded,
+            unanswered: None,
         }
     }
 
@@ -172,14 +184,9 @@ impl State {
         self.over.get(&letter.sequence) == Some(&letter.published)
     }
 
-    /// Opens a pull for as much as there is room for, unless one is open: its number, its size, and where it
-    /// is answered.
-    pub(super) fn open(
-        &mut self,
-        room: u32,
-        most: usize,
-        silence: Duration,
-    ) -> Option<(u64, usize, String)> {
+    /// Opens a pull for as much as there is room for, unless one is open; for one, before anything is known of
+    /// what they cost. Whatever does not fit has to be given back, and is then delivered once more.
+    pub(super) fn open(&mut self, room: u32, most: usize, silence: Duration) -> Option<Opened> {
         if self.pull.is_some() {
             return None;
         }
@@ -188,12 +195,13 @@ impl State {
             clippy::cast_sign_loss,
             reason = "neither large nor negative"
         )]
-        let missing = ((f64::from(room) / self.cost) as usize).clamp(1, most);
+        let fit = self.cost.map_or(1, |cost| (f64::from(room) / cost) as usize);
+        let batch = fit.clamp(1, most);
         self.pulls += 1;
         self.was_full = false;
         let number = self.pulls;
-        self.pull = Some(Pull { number, missing, dead_at: Instant::now() + silence });
-        Some((number, missing, format!("{}.{number}", self.inbox)))
+        self.pull = Some(Pull { number, missing: batch, dead_at: Instant::now() + silence });
+        Some(Opened { number, batch, inbox: format!("{}.{number}", self.inbox) })
     }
 
     /// The next message to hand out; those that are no jobs, or were begun too often, wait to be buried.
@@ -338,7 +346,9 @@ impl State {
             }
         }
         if let Ok(asked) = &letter.asked {
-            self.cost += (f64::from(asked.cost) - self.cost) / 4.0;
+            let cost = f64::from(asked.cost);
+            // After a dear one fewer are pulled at once, after cheap ones more by and by.
+            self.cost = Some(self.cost.map_or(cost, |last| cost.max(last + (cost - last) / 4.0)));
         }
         self.heard_at = Instant::now();
         let (sequence, letter) = (letter.sequence, Arc::new(letter));

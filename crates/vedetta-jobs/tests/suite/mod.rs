@@ -292,6 +292,7 @@ macro_rules! jobs_suite {
                 a_4k_job_takes_all_14_and_ten_small_ones_run_after_it
                 after_a_1080p_job_five_of_cost_4_run_three_and_then_two
                 parts_of_jobs_take_slots_each_for_itself
+                a_worker_whose_parts_have_all_its_slots_leaves_jobs_to_others
                 a_job_far_longer_than_its_lease_runs_once
                 what_a_worker_that_went_away_had_is_soon_anothers
                 a_worker_that_is_stopped_finishes_what_runs_and_gives_back_the_rest
@@ -353,6 +354,8 @@ macro_rules! ledger_suite {
                 a_draining_queue_takes_nothing_on_and_is_worked_off
                 what_is_over_for_long_enough_is_removed
                 of_many_servers_that_tick_one_makes_the_job
+                of_two_servers_that_run_each_tick_is_one_job
+                a_server_that_was_away_makes_up_for_the_last_tick_it_missed
             }
             seen {
                 progress_and_log_are_seen_while_a_job_runs_and_after

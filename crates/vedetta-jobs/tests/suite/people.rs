@@ -10,8 +10,8 @@ use vedetta_core::JobState::{self, Cancelled, Dead, Done, Running, Waiting};
 use vedetta_core::Trace;
 use vedetta_core::queue::{Kept, Settled, Woken};
 use vedetta_jobs::{
-    Change, Fate, Filter, JobId, Jobs as _, JobsError, Ledger as _, Mode, NewJob, QueueCounts,
-    Wanted, When,
+    Change, Every, Fate, Filter, Housekeeping, JobId, Jobs as _, JobsError, Ledger, Mode, NewJob,
+    Periodic, QueueCounts, Retention, Wanted, When,
 };
 
 use super::{
@@ -483,4 +483,45 @@ pub async fn of_many_servers_that_tick_one_makes_the_job<W: LedgerWorld>() {
     let ear = world.falls_silent().await;
     world.jobs().tick("wake", noon, &NewJob::new("report")).await.unwrap().unwrap();
     world.wakes(&ear, Woken::More).await;
+}
+
+/// Starts what has a job asked for again and again, at a server.
+fn housekeeping<W: LedgerWorld>(world: &W, every: &Every) -> Housekeeping {
+    let ledger = Arc::clone(world.jobs()) as Arc<dyn Ledger>;
+    let (name, job) = ("report".to_owned(), NewJob::new("report"));
+    let periodic = Periodic { name, every: every.clone(), job };
+    Housekeeping::start(&ledger, vec![periodic], Retention::default()).unwrap()
+}
+
+pub async fn of_two_servers_that_run_each_tick_is_one_job<W: LedgerWorld>() {
+    let world = W::new().await;
+    let neighbour = world.neighbour().await;
+    let second = Duration::from_secs(1);
+    let every = Every::each(second).unwrap();
+    let before = every.last(SystemTime::now()).unwrap();
+    let servers = [housekeeping(&world, &every), housekeeping(&neighbour, &every)];
+    let asked = async || world.jobs().list(&Filter::default(), None, 100).await.unwrap().jobs.len();
+    eventually("it ticks", async || asked().await >= 3).await;
+    drop(servers);
+    let jobs = asked().await as u64;
+    let last = world.jobs().last_tick("report").await.unwrap().unwrap();
+    let ticks = last.duration_since(before).unwrap().as_secs();
+    // One that a busy server missed is none.
+    assert!(jobs <= ticks, "{jobs} jobs for {ticks} ticks");
+}
+
+pub async fn a_server_that_was_away_makes_up_for_the_last_tick_it_missed<W: LedgerWorld>() {
+    let world = W::new().await;
+    let every = Every::cron("30 3 * * *", Some("Europe/Rome")).unwrap();
+    let days = Duration::from_secs(86_400);
+    let long_ago = every.last(SystemTime::now() - 10 * days).unwrap();
+    world.jobs().tick("report", long_ago, &NewJob::new("report")).await.unwrap().unwrap();
+    let missed = every.last(SystemTime::now()).unwrap();
+    let _server = housekeeping(&world, &every);
+    let last = async || world.jobs().last_tick("report").await.unwrap().unwrap();
+    eventually("it ticks", async || last().await >= missed).await;
+    // Unless it is half past three just now.
+    if last().await == missed {
+        assert_eq!(world.take(ALL).await.len(), 2, "one of long ago, and one for all since then");
+    }
 }

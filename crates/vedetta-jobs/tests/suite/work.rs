@@ -162,10 +162,10 @@ pub async fn after_a_1080p_job_five_of_cost_4_run_three_and_then_two<W: World>()
     stage.shows("d e").await;
 }
 
-pub async fn parts_of_jobs_take_slots_each_for_itself<W: World>() {
-    let (world, stage) = (W::new().await, Stage::new());
+/// The same with jobs of the kind `ladder`: their parts are on a stage, each with this cost.
+fn with_ladders(stage: &Stage, worker: Worker) -> Worker {
     let parts = stage.clone();
-    let worker = worker(14).handler_in_parts("ladder", move |work: Work, rungs: Vec<u32>| {
+    worker.handler_in_parts("ladder", move |work: Work, rungs: Vec<u32>| {
         let stage = parts.clone();
         async move {
             let rungs = rungs.into_iter().map(|cost| {
@@ -178,10 +178,17 @@ pub async fn parts_of_jobs_take_slots_each_for_itself<W: World>() {
             futures_util::future::join_all(rungs).await;
             Ok::<_, BoxError>(())
         }
-    });
-    let ladder = |rungs: &[u32]| NewJob::new("ladder").payload(&rungs).expect("JSON");
+    })
+}
+
+fn ladder(rungs: &[u32]) -> NewJob {
+    NewJob::new("ladder").payload(&rungs).expect("JSON")
+}
+
+pub async fn parts_of_jobs_take_slots_each_for_itself<W: World>() {
+    let (world, stage) = (W::new().await, Stage::new());
     world.add(ladder(&[64, 8, 4, 2])).await;
-    let working = start(&world, worker);
+    let working = start(&world, with_ladders(&stage, worker(14)));
     stage.shows("64=14").await;
     // While all wait for slots, none is handed out again.
     tokio::time::sleep(LEASE * 2).await;
@@ -190,13 +197,30 @@ pub async fn parts_of_jobs_take_slots_each_for_itself<W: World>() {
     stage.shows("2=2 4=4 8=8").await;
     assert_eq!(working.slots(), (14, 14));
     world.add(ladder(&[1])).await;
-    eventually("it is held, and waits", async || working.status().running == 2).await;
     assert_eq!(stage.running(), "2=2 4=4 8=8");
     stage.end("4=4");
     stage.shows("1=1 2=2 8=8").await;
     stage.end("all");
     eventually("both are done", async || working.status().flow.done == 2).await;
     assert_eq!(working.slots(), (0, 14));
+}
+
+pub async fn a_worker_whose_parts_have_all_its_slots_leaves_jobs_to_others<W: World>() {
+    let (world, stage) = (W::new().await, Stage::new());
+    world.add(ladder(&[12, 3])).await;
+    let first = start(&world, with_ladders(&stage, worker(14)));
+    stage.shows("12=12").await;
+    // The other part waits for what is free. The next job comes while nothing is being taken.
+    first.tell(Command::Pause).await;
+    eventually("it pauses", async || first.status().paused).await;
+    world.add(ladder(&[1])).await;
+    first.tell(Command::Resume).await;
+    let second = start(&world.neighbour().await, with_ladders(&stage, worker(1)));
+    stage.shows("12=12 1=1").await;
+    assert_eq!((first.status().flow.taken, second.slots()), (1, (1, 1)));
+    stage.end("all");
+    eventually("the first is done", async || first.status().flow.done == 1).await;
+    eventually("the other is done", async || second.status().flow.done == 1).await;
 }
 
 pub async fn a_job_far_longer_than_its_lease_runs_once<W: World>() {
