@@ -18,7 +18,7 @@ use world::{
 const BUSY: &str = "busy";
 const QUIET: &str = "quiet";
 
-/// Nothing here takes longer to be as it was, but on a machine that has much else to do: a segment is 2 s, and what
+/// Nothing here takes longer to be as it was, but on a machine that has much else to do: a segment is 1 s, and what
 /// is seen to be wrong is so within seconds.
 const SOON: Duration = Duration::from_secs(30);
 /// The same, when somebody must first be taken for dead.
