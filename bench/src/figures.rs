@@ -4,9 +4,15 @@ use std::collections::HashMap;
 use std::ffi::OsString;
 use std::time::Duration;
 
+/// Of an even count the mean of the middle two.
 pub(crate) fn median(values: &mut [f64]) -> f64 {
     values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
+    let middle = values.len() / 2;
+    if values.len().is_multiple_of(2) {
+        values[middle - 1].midpoint(values[middle])
+    } else {
+        values[middle]
+    }
 }
 
 /// The value below which `share` of all lie.
@@ -73,4 +79,21 @@ pub(crate) fn resident() -> anyhow::Result<u64> {
     let statm = std::fs::read_to_string("/proc/self/statm")?;
     let pages: u64 = statm.split_whitespace().nth(1).unwrap_or("0").parse()?;
     Ok(pages * 4096)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::median;
+
+    #[test]
+    fn the_median_of_an_even_count_lies_between_the_middle_two() {
+        for (mut values, expected) in [
+            (vec![3.0], 3.0),
+            (vec![4.0, 1.0], 2.5),
+            (vec![9.0, 1.0, 2.0], 2.0),
+            (vec![8.0, 1.0, 4.0, 2.0], 3.0),
+        ] {
+            assert!((median(&mut values) - expected).abs() < f64::EPSILON, "{values:?}");
+        }
+    }
 }

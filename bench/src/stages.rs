@@ -81,7 +81,8 @@ const RUNS_ON_SQLITE: f64 = 2.0;
 /// It is shown from the return, too; but a job may begin before its caller has the answer.
 const LATENCY: f64 = 1.0;
 
-/// How many times the runs of one process two and four must have, so that more of them are of use.
+/// How many times the runs of one process two and four must have, so that more of them are of use. And four must have more
+/// than two.
 const GROWTH: f64 = 1.5;
 
 /// As many as graphile-worker's page on performance has.
@@ -105,8 +106,10 @@ struct Bench {
 pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
     let is_chosen = |scenario| args.what.is_empty() || args.what.contains(&scenario);
     anyhow::ensure!(
-        !args.check || is_chosen(Scenario::Runs) || is_chosen(Scenario::Latency),
-        "--check looks at runs and latency, and neither is measured"
+        !args.check
+            || args.what.is_empty()
+            || args.what.iter().any(|what| *what != Scenario::Backlog),
+        "--check looks at runs, latency and processes, and none of them is measured"
     );
     let target = setup::target()?;
     let graphile = Package::graphile_worker(&target)?;
@@ -221,6 +224,10 @@ impl Bench {
             if *processes > 1 && ratio < GROWTH {
                 missed.push(format!("{processes} processes: {ratio:.2} times one, not {GROWTH}"));
             }
+        }
+        let more = ratio(&rounds, (2, 0), (1, 0));
+        if more <= 1.0 {
+            missed.push(format!("4 processes: {more:.2} times two, not more than 1"));
         }
         Ok(())
     }

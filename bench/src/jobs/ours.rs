@@ -18,7 +18,7 @@ use vedetta_jobs::postgres::{self, PostgresJobs};
 use vedetta_jobs::sqlite::{self, SqliteJobs};
 use vedetta_jobs::{DEFAULT_QUEUE, Jobs, NewJob, When, Worker, Working};
 
-use super::measure::{Begun, Measured, Nothing, WARM_UP, measure, pause, quantiles, told};
+use super::measure::{Begun, Measured, Nothing, WARM_UP, What, measure, pause, quantiles, told};
 use super::nats;
 use crate::setup;
 
@@ -59,7 +59,7 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
     let told = told(args.told.into_iter());
     let (what, place, counts) = told.context("tell what to measure, where, and how many")?;
     match args.on {
-        On::Postgres => measure(Ours::on_postgres(&place).await?, what, counts).await,
+        On::Postgres => measure(Ours::on_postgres(&place, what).await?, what, counts).await,
         On::Sqlite => measure(Ours::on_sqlite(Path::new(&place)).await?, what, counts).await,
         On::Jetstream => measure(Ours::on_jetstream(&place).await?, what, counts).await,
         On::Nats => nats::bare(&place, counts.jobs, false).await,
@@ -71,27 +71,39 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
 #[derive(Clone)]
 pub(super) struct Ours {
     jobs: Arc<dyn Jobs>,
+    /// Through which jobs are added.
+    adder: Arc<dyn Jobs>,
     postgres: Option<Postgres>,
 }
 
 impl Ours {
-    async fn on_postgres(url: &str) -> anyhow::Result<Self> {
+    async fn on_postgres(url: &str, what: What) -> anyhow::Result<Self> {
         let db = Postgres::open(url, &[postgres::SCHEMA]).await?;
-        Ok(Self { jobs: Arc::new(PostgresJobs::new(db.clone())), postgres: Some(db) })
+        let mut ours = Self::of(PostgresJobs::new(db.clone()), Some(db));
+        // Who adds is another process as a rule: the worker hears of it by NOTIFY, as those of the others do.
+        if what == What::Latency {
+            let db = Postgres::open(url, &[postgres::SCHEMA]).await?;
+            ours.adder = Arc::new(PostgresJobs::new(db));
+        }
+        Ok(ours)
+    }
+
+    fn of(jobs: impl Jobs, postgres: Option<Postgres>) -> Self {
+        let jobs: Arc<dyn Jobs> = Arc::new(jobs);
+        Self { adder: Arc::clone(&jobs), jobs, postgres }
     }
 
     async fn on_sqlite(folder: &Path) -> anyhow::Result<Self> {
         let mut options = vedetta_db::Options::new(setup::file(folder));
         options.ballast = 0;
         let db = Db::open(&options, &[sqlite::SCHEMA])?;
-        Ok(Self { jobs: Arc::new(SqliteJobs::open(db).await?), postgres: None })
+        Ok(Self::of(SqliteJobs::open(db).await?, None))
     }
 
     pub(super) async fn on_jetstream(url: &str) -> anyhow::Result<Self> {
         let mut options = Options::new(STREAM, "nothing", DURABLE, PENDING);
         options.fetch_batch = u32::try_from(PULLED)?.try_into()?;
-        let jobs = JetStream::open(url, options, None).await?;
-        Ok(Self { jobs: Arc::new(jobs), postgres: None })
+        Ok(Self::of(JetStream::open(url, options, None).await?, None))
     }
 }
 
@@ -102,7 +114,7 @@ impl Measured for Ours {
         let when = later.map_or(When::Now, When::After);
         let job = |id| NewJob::new(KIND).when(when).payload(&Nothing { id });
         let jobs = ids.map(job).collect::<Result<Vec<_>, _>>()?;
-        self.jobs.enqueue(&jobs).await?;
+        self.adder.enqueue(&jobs).await?;
         Ok(())
     }
 

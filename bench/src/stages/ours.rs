@@ -142,7 +142,15 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
                  INSERT INTO thing SELECT n, 1, false FROM generate_series(0, {things} - 1) n"
             );
             db.client().await?.batch_execute(&make).await?;
-            measure(&args, Entities::new(postgres::Records::new(db), NAME, Things).await?).await?
+            let things = Entities::new(postgres::Records::new(db), NAME, Things).await?;
+            // Who changes them is another process as a rule: the stage hears of it by NOTIFY.
+            let other = if matches!(args.what, What::Update | What::Enqueue) {
+                let db = Postgres::open(url, &[postgres::SCHEMA]).await?;
+                Entities::new(postgres::Records::new(db), NAME, Things).await?
+            } else {
+                things.clone()
+            };
+            measure(&args, things, other).await?
         }
         None => {
             let mut options = vedetta_db::Options::new(setup::file(&args.folder));
@@ -156,18 +164,18 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
                 Ok::<_, Stop<Infallible>>(())
             });
             fill.await?;
-            measure(&args, Entities::new(sqlite::Records::open(db).await?, NAME, Things).await?)
-                .await?
+            let things = Entities::new(sqlite::Records::open(db).await?, NAME, Things).await?;
+            measure(&args, things.clone(), things).await?
         }
     };
     figures.iter().for_each(|figure| println!("{figure}"));
     Ok(())
 }
 
-async fn measure<B: Database>(args: &Args, db: B) -> anyhow::Result<Vec<f64>> {
+async fn measure<B: Database>(args: &Args, db: B, other: B) -> anyhow::Result<Vec<f64>> {
     match args.what {
         What::Untouched | What::Updating => Ok(vec![runs(args, db).await?]),
-        _ => latency(args, db).await,
+        _ => latency(args, db, other).await,
     }
 }
 
@@ -203,11 +211,11 @@ async fn runs<B: Database>(args: &Args, db: B) -> anyhow::Result<f64> {
 }
 
 /// In milliseconds from a call, and from its return, to the start of what it brings about: p50, p99, p50, p99.
-async fn latency<B: Database>(args: &Args, db: B) -> anyhow::Result<Vec<f64>> {
-    let records = db.records().clone();
+async fn latency<B: Database>(args: &Args, db: B, other: B) -> anyhow::Result<Vec<f64>> {
+    let records = other.records().clone();
     let lane = records.lane(NAME, STAGE).await?;
     db.settle_down().await?;
-    let (working, mut starts) = start(args, db.clone()).await?;
+    let (working, mut starts) = start(args, db).await?;
     let (mut from_call, mut from_return) = (Vec::new(), Vec::new());
     for id in 0..args.count + WARM_UP {
         tokio::time::sleep(Duration::from_micros(fastrand::u64(5_000..15_000))).await;
@@ -216,7 +224,7 @@ async fn latency<B: Database>(args: &Args, db: B) -> anyhow::Result<Vec<f64>> {
             What::Enqueue => {
                 records.enqueue(lane, &[(&id.to_string(), 0, Duration::ZERO)]).await?;
             }
-            _ => db.touch(id).await?,
+            _ => other.touch(id).await?,
         }
         let returned = Instant::now();
         let (started, at) = starts.recv().await.expect("the stage has the other end");

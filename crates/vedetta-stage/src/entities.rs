@@ -2,7 +2,7 @@ use std::collections::HashSet;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use crate::entity::Entity;
+use crate::entity::{Entity, Version};
 use crate::record::{Lane, Records, SYSTEM, StageError, shard};
 
 /// The entities of one table, and their queues.
@@ -49,6 +49,26 @@ impl<E, R: Records, T> Entities<E, R, T> {
     pub(crate) fn shard(&self, id: &str) -> u16 {
         shard(id, self.shards)
     }
+}
+
+/// What came of saving an entity on the version it was read at.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[must_use]
+pub enum Checked<E> {
+    /// It is saved, as it is here: with its new version.
+    Saved(E),
+    /// Somebody else saved or removed it meanwhile: nothing is saved. Read it again, or ask who wanted it.
+    Conflict,
+}
+
+/// Entities with the versions they get, and those they were read at.
+pub(crate) fn next_versions<E: Entity>(
+    changed: Vec<(E, Version)>,
+) -> impl Iterator<Item = (E, Version)> {
+    changed.into_iter().map(|(mut entity, read)| {
+        entity.set_version(read.next());
+        (entity, read)
+    })
 }
 
 /// The table answers that it did not, for no reason.

@@ -27,7 +27,7 @@ mod record;
 mod shards;
 pub mod sqlite;
 
-pub use entities::Entities;
+pub use entities::{Checked, Entities};
 pub use entity::{BoxError, Entity, Limits, Stage, Version, Visit};
 pub use processor::{
     Answer, Backend, Ending, Going, Processing, Processor, Saved, StageEvent, StageStatus,

@@ -25,7 +25,7 @@ use vedetta_db::postgres::tokio_postgres::{Error, Row};
 use vedetta_db::postgres::{GenericClient, Heard, Postgres, PostgresError, Transaction};
 use vedetta_runtime::Ear;
 
-use crate::entities::{Entities, distinct, not_saved};
+use crate::entities::{Checked, Entities, distinct, next_versions, not_saved};
 use crate::entity::{Entity, Version};
 use crate::processor::{Answer, Backend, Ending, Going, Saved, caught};
 use crate::record::Records as _;
@@ -781,24 +781,64 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
                 changed.push((entity, read));
             }
             changed.sort_by_cached_key(|(entity, _)| entity.id().to_string());
-            let saved = self.table.save_all(&tx, &changed).await?;
-            let (mut conflicts, mut told) = (Vec::new(), Vec::new());
+            let saved = self.save_in(tx, &changed).await?;
+            left.clear();
             for ((entity, _), saved) in changed.into_iter().zip(saved) {
                 if saved {
-                    told.push(entity.id().to_string());
                     updated.push(entity);
                 } else {
-                    conflicts.push(entity.id());
+                    left.push(entity.id());
                 }
             }
-            if !told.is_empty() {
-                self.visit_system(&tx, &told, &self.records.bells.news(self.system)).await?;
-            }
-            tx.commit().await?;
-            self.records.bells.ring(self.system);
-            left = conflicts;
         }
         Ok(updated)
+    }
+
+    /// Saves an entity if its row still has the version `read`, whatever version it has itself.
+    pub async fn save(&self, entity: E, read: Version) -> Result<Checked<E>, StageError> {
+        let mut saved = self.save_all(vec![(entity, read)]).await?;
+        Ok(saved.swap_remove(0)) // one answer for one entity
+    }
+
+    /// [`Self::save`] for many, in one transaction and with as few statements as [`Table::save_all`] takes: a conflict
+    /// of one is none of the others', but what is refused is refused for all. Of one that is there twice, one is a
+    /// conflict.
+    pub async fn save_all(
+        &self,
+        changed: Vec<(E, Version)>,
+    ) -> Result<Vec<Checked<E>>, StageError> {
+        let mut answers: Vec<Checked<E>> = changed.iter().map(|_| Checked::Conflict).collect();
+        let by_id: BTreeMap<String, (usize, (E, Version))> = next_versions(changed)
+            .enumerate()
+            .map(|(index, (entity, read))| (entity.id().to_string(), (index, (entity, read))))
+            .collect();
+        let (indexes, changed): (Vec<usize>, Vec<(E, Version)>) = by_id.into_values().unzip();
+        let mut client = self.records.db.client().await?;
+        let saved = self.save_in(client.transaction().await?, &changed).await?;
+        for ((index, (entity, _)), saved) in indexes.into_iter().zip(changed).zip(saved) {
+            if saved {
+                answers[index] = Checked::Saved(entity);
+            }
+        }
+        Ok(answers)
+    }
+
+    /// Saves what still has the version that was read, in the order of the ids, has the system stage visit it, and
+    /// commits. Which are saved.
+    async fn save_in(
+        &self,
+        tx: Transaction<'_>,
+        changed: &[(E, Version)],
+    ) -> Result<Vec<bool>, StageError> {
+        let saved = self.table.save_all(&tx, changed).await?;
+        let told = changed.iter().zip(&saved).filter(|(_, saved)| **saved);
+        let told: Vec<String> = told.map(|((entity, _), _)| entity.id().to_string()).collect();
+        if !told.is_empty() {
+            self.visit_system(&tx, &told, &self.records.bells.news(self.system)).await?;
+        }
+        tx.commit().await?;
+        self.records.bells.ring(self.system);
+        Ok(saved)
     }
 
     /// Settles what saves nothing. Which tokens of those that go elsewhere are held.

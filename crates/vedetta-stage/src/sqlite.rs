@@ -17,7 +17,7 @@ use vedetta_db::{
 };
 use vedetta_runtime::Ear;
 
-use crate::entities::{Entities, distinct, not_saved};
+use crate::entities::{Checked, Entities, distinct, next_versions, not_saved};
 use crate::entity::{Entity, Version};
 use crate::processor::{Answer, Backend, Ending, Saved};
 use crate::record::{
@@ -650,6 +650,34 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
         };
         self.records.write(Purpose::Store, update).await
     }
+
+    /// Saves an entity if its row still has the version `read`, whatever version it has itself.
+    pub async fn save(&self, entity: E, read: Version) -> Result<Checked<E>, StageError> {
+        let mut saved = self.save_all(vec![(entity, read)]).await?;
+        Ok(saved.swap_remove(0)) // one answer for one entity
+    }
+
+    /// [`Self::save`] for many, one after the other in one closure: a conflict of one is none of the others', but what
+    /// is refused is refused for all.
+    pub async fn save_all(
+        &self,
+        changed: Vec<(E, Version)>,
+    ) -> Result<Vec<Checked<E>>, StageError> {
+        let this = self.clone();
+        let save = move |tx: &Connection, _: &Desk| {
+            let mut answers = Vec::with_capacity(changed.len());
+            for (entity, read) in next_versions(changed) {
+                if this.table.save(tx, &entity, read)? {
+                    this.visit_system(tx, &entity)?;
+                    answers.push(Checked::Saved(entity));
+                } else {
+                    answers.push(Checked::Conflict);
+                }
+            }
+            Ok(answers)
+        };
+        self.records.write(Purpose::Store, save).await
+    }
 }
 
 impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, Records, T> {
@@ -684,7 +712,7 @@ impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, Records, T> {
             // commit all the same.
             let (this, desk) = (self.clone(), self.records.desk());
             let written = self.records.db.write(Purpose::Store, move |tx| {
-                this.save(tx, &desk, lane, &ending).map_err(|error| stop(error.into()))
+                this.settle_saving(tx, &desk, lane, &ending).map_err(|error| stop(error.into()))
             });
             writes.push(async move { (index, written.await) });
         }
@@ -746,7 +774,7 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
     }
 
     /// Saves the entity and settles the record, or neither.
-    fn save(
+    fn settle_saving(
         &self,
         tx: &Connection,
         desk: &Desk,

@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use vedetta_db::rusqlite::{self, Connection, OptionalExtension as _, Row, params};
 use vedetta_db::{Db, Options, Purpose, Schema, Stop};
 use vedetta_stage::sqlite::{Records, SCHEMA, Table};
-use vedetta_stage::{BoxError, Entities, Version};
+use vedetta_stage::{BoxError, Checked, Entities, Version};
 
 suite!(crate::Sqlite);
 
@@ -135,6 +135,14 @@ impl World for Sqlite {
     ) -> Result<Vec<Order>, BoxError> {
         let ids: Vec<OrderId> = ids.into_iter().map(OrderId).collect();
         Ok(self.orders.update_all(&ids, change).await?)
+    }
+
+    async fn save_all(&self, read: Vec<(Order, Version)>) -> Result<Vec<Checked<Order>>, BoxError> {
+        Ok(self.orders.save_all(read).await?)
+    }
+
+    async fn save(&self, order: Order, read: Version) -> Result<Checked<Order>, BoxError> {
+        Ok(self.orders.save(order, read).await?)
     }
 
     async fn read(&self, id: i64) -> Option<Order> {

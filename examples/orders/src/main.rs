@@ -6,6 +6,7 @@
 //! cargo run --release -p orders -- work --place 500                    until Ctrl-C, with time to look at it
 //! cargo run --release -p orders -- --database postgres://… place 1000  on PostgreSQL, beside those who work
 //! cargo run --release -p orders -- --database postgres://… work        as often as you like, each at its own --http
+//! … --shards 32 work --cluster etcd://…                                 each with a share of the orders
 //! ```
 
 mod journal;
@@ -25,8 +26,9 @@ use tokio_util::sync::CancellationToken;
 use vedetta::dashboard::{self, Api};
 use vedetta::db::postgres::Postgres;
 use vedetta::db::{DataFolder, Db, Options};
+use vedetta::etcd::Cluster;
 use vedetta::kv::{self, Store};
-use vedetta::stage::{self, Backend, Entities, Processing, Processor, Records, SYSTEM};
+use vedetta::stage::{self, Backend, Entities, Processing, Processor, Records, SYSTEM, Shards};
 
 use journal::Journal;
 use order::{Invoicing, Order, Packing, Payment, Shipping, State};
@@ -49,7 +51,7 @@ struct Args {
     /// How long a parcel travels, in milliseconds
     #[arg(long, global = true, default_value_t = 1000)]
     travels: u64,
-    /// Who works on an order and is not heard of for so long, in milliseconds, loses it to others
+    /// Who works on an order and is not heard of for so long, in milliseconds, loses it to others, and its shards
     #[arg(long, global = true, default_value_t = 30_000)]
     lease: u64,
     /// Two stages that want an order begin after random delays, up to so many milliseconds; without, they are handed
@@ -75,6 +77,9 @@ enum Command {
         /// Place so many orders first
         #[arg(long, default_value_t = 0)]
         place: usize,
+        /// Share the shards with all others that say so, through this store: an etcd or a `vedetta up`
+        #[arg(long, value_name = "URL")]
+        cluster: Option<String>,
         /// Note what the stages do in this file
         #[arg(long, hide = true)]
         journal: Option<PathBuf>,
@@ -89,6 +94,8 @@ struct Pace {
     lease: Duration,
     spread: Duration,
     journal: Journal,
+    /// The share of this process; all of it if there is none.
+    shards: Option<Shards>,
 }
 
 /// One of the two databases, with the orders in it.
@@ -125,9 +132,12 @@ impl Shop {
 
     async fn work(&self, pace: &Pace) -> anyhow::Result<Processing> {
         async fn start(orders: impl Backend<Order>, pace: &Pace) -> anyhow::Result<Processing> {
-            let Pace { travels, lease, spread, journal } = pace;
-            let processor =
+            let Pace { travels, lease, spread, journal, shards } = pace;
+            let mut processor =
                 Processor::new(journal.of_records(orders)).lease(*lease).spread(*spread);
+            if let Some(shards) = shards {
+                processor = processor.shards(shards);
+            }
             let processor = processor.stage(journal.of(Payment)).stage(journal.of(Invoicing));
             let shipping = Shipping { travels: *travels };
             let processor = processor.stage(journal.of(Packing)).stage(journal.of(shipping));
@@ -188,22 +198,32 @@ async fn main() -> anyhow::Result<()> {
         }
         Some(Command::Show) => shop.show().await?,
         command => {
-            let (count, journal, stays) = match command {
-                Some(Command::Work { place, journal }) => (place, journal, true),
-                _ => (20, None, false),
+            let (count, cluster, journal, stays) = match command {
+                Some(Command::Work { place, cluster, journal }) => (place, cluster, journal, true),
+                _ => (20, None, None, false),
             };
+            let lease = Duration::from_millis(args.lease);
+            let join = |url: String| join(&url, args.shards, lease);
             let pace = Pace {
                 travels: Duration::from_millis(args.travels),
-                lease: Duration::from_millis(args.lease),
+                lease,
                 spread: Duration::from_millis(args.spread),
                 journal: Journal::open(journal.as_deref()).context("cannot open the journal")?,
+                shards: cluster.map(join).transpose()?,
             };
             shop.place(count).await?;
-            work(&shop, api, args.http, &pace, stays).await?;
+            work(&shop, api, args.http, pace, stays).await?;
         }
     }
     store.close().await;
     Ok(())
+}
+
+/// Joins those that share the shards through a store.
+fn join(url: &str, shards: u16, lease: Duration) -> anyhow::Result<Shards> {
+    let cluster: Cluster = url.parse().with_context(|| format!("cannot use {url}"))?;
+    let name = format!("{}-{:08x}", std::process::id(), fastrand::u32(..));
+    Ok(Shards::join(cluster.patience(lease / 6), "/orders/", name, shards, lease)?)
 }
 
 /// Works until Ctrl-C or, unless it is to stay, until all orders are where they can go.
@@ -211,7 +231,7 @@ async fn work(
     shop: &Shop,
     api: Api,
     http: SocketAddr,
-    pace: &Pace,
+    pace: Pace,
     stays: bool,
 ) -> anyhow::Result<()> {
     let listener =
@@ -219,7 +239,7 @@ async fn work(
     println!("page  http://{}/", listener.local_addr()?);
     let ending = CancellationToken::new();
     let serving = tokio::spawn(dashboard::serve(listener, api, ending.clone()));
-    let processing = shop.work(pace).await?;
+    let processing = shop.work(&pace).await?;
     println!("ready");
     let done = async {
         loop {
@@ -246,6 +266,9 @@ async fn work(
         );
     }
     processing.stop(GRACE).await;
+    if let Some(shards) = pace.shards {
+        shards.leave().await;
+    }
     ending.cancel();
     serving.await?;
     Ok(())

@@ -11,7 +11,7 @@ use std::time::Duration;
 use journal::{ALL, Journal, Story};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use testing::postgres::Server;
-use testing::{PATIENCE, Proxy};
+use testing::{PATIENCE, Proxy, etcd};
 use tokio::time::{Instant, sleep};
 use vedetta::db::postgres::Postgres;
 use vedetta::db::rusqlite::Connection;
@@ -24,11 +24,14 @@ const MORE: i64 = 20;
 const LEASE: &str = "5000";
 const SHORT_LEASE: &str = "3000";
 
+const SHARDS: usize = 4;
+
 /// A worker, or whatever else the program is told to be.
 fn orders(data: &Path, database: Option<&str>, command: &[&str]) -> Command {
     let mut orders = Command::new(env!("CARGO_BIN_EXE_orders"));
-    orders.args(["--http", "127.0.0.1:0", "--travels", "300", "--shards", "4", "--data"]);
-    orders.arg(data).args(database.into_iter().flat_map(|url| ["--database", url]));
+    orders.args(["--http", "127.0.0.1:0", "--travels", "300"]);
+    orders.args(["--shards", &SHARDS.to_string(), "--data"]).arg(data);
+    orders.args(database.into_iter().flat_map(|url| ["--database", url]));
     orders.args(command).stdout(Stdio::null()).stderr(Stdio::null());
     orders
 }
@@ -38,7 +41,7 @@ struct Worker(Child);
 
 impl Worker {
     fn start(data: &Path, database: Option<&str>, spread: &str, journal: &Journal) -> Self {
-        Self::start_with(LEASE, data, database, spread, journal)
+        Self::start_with(LEASE, data, database, spread, journal, &[])
     }
 
     fn start_with(
@@ -47,10 +50,11 @@ impl Worker {
         database: Option<&str>,
         spread: &str,
         journal: &Journal,
+        more: &[&str],
     ) -> Self {
         let journal = journal.0.to_str().unwrap();
         let work = ["--lease", lease, "--spread", spread, "work", "--journal", journal];
-        Self(orders(data, database, &work).spawn().expect("the program starts"))
+        Self(orders(data, database, &work).args(more).spawn().expect("the program starts"))
     }
 
     /// As the journal has it.
@@ -321,7 +325,7 @@ async fn processes_that_share_the_shards_never_run_one_order_at_once_unless_one_
         let folders: Vec<_> = (0..count).map(|_| tempfile::tempdir().unwrap()).collect();
         let journal = Journal(folders[0].path().join("journal"));
         let start = |folder: &tempfile::TempDir| {
-            Worker::start_with(SHORT_LEASE, folder.path(), Some(&url), "10", &journal)
+            Worker::start_with(SHORT_LEASE, folder.path(), Some(&url), "10", &journal, &[])
         };
         let workers: Vec<Worker> = folders.iter().map(start).collect();
         let until = Instant::now() + PATIENCE;
@@ -348,11 +352,75 @@ async fn processes_that_share_the_shards_never_run_one_order_at_once_unless_one_
         for worker in &workers {
             assert!(story.runs.iter().any(|run| run.worker == worker.name()), "all of them worked");
         }
-        for (first, second) in story.overlaps() {
-            let (stale, other) =
-                if first.worker == name { (first, second) } else { (second, first) };
-            assert_eq!(stale.worker, name, "nobody stalled: {first:?} {second:?}");
-            assert!(!stale.is_settled(), "both were settled: {stale:?} {other:?}");
+        only_beside(&story, &name);
+    }
+}
+
+/// Nobody ran an order while another one did, but beside this one, which settled nothing of it.
+fn only_beside(story: &Story<'_>, name: &str) {
+    for (first, second) in story.overlaps() {
+        let (stale, other) = if first.worker == name { (first, second) } else { (second, first) };
+        assert_eq!(stale.worker, name, "nobody stalled: {first:?} {second:?}");
+        assert!(!stale.is_settled(), "both were settled: {stale:?} {other:?}");
+    }
+}
+
+/// Waits until all shards are owned by these, and each has one.
+async fn share(etcd: &etcd::Cluster, workers: &[Worker]) {
+    let mut names: Vec<String> = workers.iter().map(Worker::name).collect();
+    names.sort_unstable();
+    let until = Instant::now() + PATIENCE;
+    loop {
+        let shards = ["get", "--prefix", "/orders/shards/", "--print-value-only"];
+        let shards = etcd.node(0).ctl(&shards).await.unwrap();
+        let pids = shards.split_whitespace().filter_map(|name| name.split_once('-'));
+        let mut owners: Vec<String> = pids.map(|(pid, _)| pid.to_owned()).collect();
+        let count = owners.len();
+        owners.sort_unstable();
+        owners.dedup();
+        if count == SHARDS && owners == names {
+            return;
         }
+        assert!(Instant::now() < until, "{names:?} do not share the shards: {shards}");
+        sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// The shards keep them apart, and when these change hands, the claims.
+#[tokio::test]
+async fn of_processes_that_divide_the_shards_one_is_killed_and_one_comes_late_and_nothing_is_lost()
+{
+    const FEW: i64 = 200;
+    let server = Server::start().await;
+    for count in [2, 4] {
+        let etcd = etcd::Cluster::start(1).await;
+        let (url, cluster) =
+            (server.database().await, format!("etcd://{}", etcd.node(0).address()));
+        let folders: Vec<_> = (0..=count).map(|_| tempfile::tempdir().unwrap()).collect();
+        let journal = Journal(folders[0].path().join("journal"));
+        let start = |folder: &tempfile::TempDir| {
+            let joins = ["--cluster", &cluster];
+            Worker::start_with(LEASE, folder.path(), Some(&url), "10", &journal, &joins)
+        };
+        let (late, early) = folders.split_last().unwrap();
+        let mut workers: Vec<Worker> = early.iter().map(start).collect();
+        share(&etcd, &workers).await;
+        assert!(place(folders[0].path(), Some(&url), FEW));
+        stall(&workers[..1], &journal).await;
+        let mut killed = workers.remove(0);
+        killed.kill(&journal);
+
+        workers.push(start(late));
+        share(&etcd, &workers).await;
+        assert!(place(folders[0].path(), Some(&url), FEW));
+        in_the_end_on_postgresql(&url, 2 * FEW).await;
+
+        journal.repeats_only_what_was_hit();
+        let text = journal.read();
+        let story = Story::of(&text);
+        for worker in workers.iter().chain([&killed]) {
+            assert!(story.runs.iter().any(|run| run.worker == worker.name()), "all of them worked");
+        }
+        only_beside(&story, &killed.name());
     }
 }

@@ -5,8 +5,8 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use vedetta_core::queue::Settled;
 use vedetta_stage::{
-    Backend as _, Claim, Ending, Entity as _, Fate, Going, Lane, Records as _, SYSTEM, Saved,
-    Version,
+    Backend as _, Checked, Claim, Ending, Entity as _, Fate, Going, Lane, Records as _, SYSTEM,
+    Saved, Version,
 };
 
 use super::{Ask, HOUR, ORDERS, Order, OrderId, World, lapse};
@@ -194,6 +194,64 @@ pub async fn a_single_save_is_a_batch_of_one<W: World>() {
         world.orders().settle(claimed(&world, &[], HOUR).await.0, vec![]).await.unwrap().saved,
         []
     );
+}
+
+pub async fn an_order_that_is_saved_as_it_was_read_is_a_conflict_if_somebody_else_saved_it<
+    W: World,
+>() {
+    let world = W::new().await;
+    let neighbour = world.neighbour().await;
+    world.order(7).await;
+    // Two people have the form of order 7 open.
+    let form = world.get(7).await;
+    sorted_out(&world).await;
+    let mut paid = form.clone().is("paid");
+    // What counts is the version that is named.
+    paid.set_version(Version(90));
+    let saved = neighbour.save(paid, form.version).await.unwrap();
+    let paid = Order { version: Version(2), ..Order::new(7).is("paid") };
+    assert_eq!(saved, Checked::Saved(paid.clone()));
+    assert_eq!(world.get(7).await, paid);
+    assert!(world.record(SYSTEM, 7).await.unwrap().due_in.is_none(), "the stages are asked");
+
+    sorted_out(&world).await;
+    let stale = world.save(form.clone().is("cancelled"), form.version).await.unwrap();
+    assert_eq!(stale, Checked::Conflict);
+    assert_eq!(world.get(7).await, paid, "nothing is saved over");
+    assert_eq!(world.counts(SYSTEM).await.records, 0);
+    let missing = world.save(Order::new(8), Version(1)).await.unwrap();
+    assert_eq!(missing, Checked::Conflict);
+    assert_eq!(world.read(8).await, None);
+}
+
+pub async fn of_many_saved_as_they_were_read_each_is_told_by_itself<W: World>() {
+    let world = W::new().await;
+    world.create([1, 2, 3].map(Order::new).to_vec()).await.unwrap();
+    world.change(2, |order| order.state = "changed".into()).await.unwrap();
+    sorted_out(&world).await;
+    let packed = |id| (Order::new(id).is("packed"), Version(1));
+    // In any order, one that somebody changed, one that is not there, and one twice.
+    let saved = world.save_all([3, 2, 4, 1, 3].map(packed).to_vec()).await.unwrap();
+    let is_saved: Vec<bool> =
+        saved.iter().map(|saved| matches!(saved, Checked::Saved(_))).collect();
+    assert_eq!(is_saved[1..4], [false, false, true]);
+    assert!(is_saved[0] != is_saved[4], "of two one: {is_saved:?}");
+    for (id, version, state) in [(1, 2, "packed"), (2, 2, "changed"), (3, 2, "packed")] {
+        let order = world.get(id).await;
+        assert_eq!((order.version.0, &*order.state), (version, state), "{id}");
+        assert_eq!(
+            world.record(SYSTEM, id).await.is_some(),
+            state == "packed",
+            "{id} is asked about"
+        );
+    }
+    let refused = vec![
+        (Order::new(1).is("shipped"), Version(2)),
+        (Order::new(3).is("forbidden"), Version(2)),
+    ];
+    world.save_all(refused).await.expect_err("a state the table refuses");
+    assert_eq!(world.get(1).await.state, "packed", "all or none");
+    assert_eq!(world.save_all(Vec::new()).await.unwrap(), []);
 }
 
 pub async fn a_refused_save_harms_no_other_and_leaves_its_record_held<W: World>() {

@@ -21,7 +21,7 @@ use std::time::Duration;
 pub use stages::{Held, Step, held};
 use testing::soon;
 use vedetta_stage::{
-    Backend, BoxError, Claim, Entity, LaneCounts, Processing, Processor, Record, Records,
+    Backend, BoxError, Checked, Claim, Entity, LaneCounts, Processing, Processor, Record, Records,
     StageStatus, Version, Which,
 };
 
@@ -167,6 +167,12 @@ pub trait World: Sized {
         ids: Vec<i64>,
         change: impl Fn(&mut Order) + Clone + Send + Sync + 'static,
     ) -> Result<Vec<Order>, BoxError>;
+
+    /// Saves orders, each if it has the version that was read.
+    async fn save_all(&self, read: Vec<(Order, Version)>) -> Result<Vec<Checked<Order>>, BoxError>;
+
+    /// The same for one.
+    async fn save(&self, order: Order, read: Version) -> Result<Checked<Order>, BoxError>;
 
     /// What is stored.
     async fn read(&self, id: i64) -> Option<Order>;
@@ -356,6 +362,8 @@ macro_rules! suite {
                 ids_go_through_the_queue_as_text_and_come_back
                 a_batch_saves_what_is_fresh_and_tells_each_conflict
                 a_single_save_is_a_batch_of_one
+                an_order_that_is_saved_as_it_was_read_is_a_conflict_if_somebody_else_saved_it
+                of_many_saved_as_they_were_read_each_is_told_by_itself
                 a_refused_save_harms_no_other_and_leaves_its_record_held
                 whose_lease_lapsed_saves_nothing_and_sends_nothing_on
                 where_an_entity_goes_next_is_noted_with_its_end

@@ -4,6 +4,7 @@
 mod sound;
 mod world;
 
+use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
 use live_rooms::bridge::Bridged;
@@ -18,7 +19,7 @@ use world::{
 const BUSY: &str = "busy";
 const QUIET: &str = "quiet";
 
-/// Nothing here takes longer to be as it was, but on a machine that has much else to do: a segment is 2 s, and what
+/// Nothing here takes longer to be as it was, but on a machine that has much else to do: a segment is 1 s, and what
 /// is seen to be wrong is so within seconds.
 const SOON: Duration = Duration::from_secs(30);
 /// The same, when somebody must first be taken for dead.
@@ -291,14 +292,14 @@ async fn rooms_go_to_another_manager_of_their_janus_and_from_one_janus_to_anothe
 async fn streams_outlive_their_store_and_a_room_that_is_removed_while_all_is_down_is_gone() {
     let mut world = two_rooms(State::Ours(Ours::start().await), 1).await;
     let State::Ours(ours) = &mut world.state else { unreachable!() };
-    let ended = SystemTime::now();
-    ours.end().await;
+    let killed = SystemTime::now();
+    ours.kill();
     // The streams go on without it.
-    world.heard(BUSY, &[440], &[2500], ended).await;
+    world.heard(BUSY, &[440], &[2500], killed).await;
     let State::Ours(ours) = &mut world.state else { unreachable!() };
     let begun = SystemTime::now();
     ours.begin().await;
-    world.recovers("store restarted", begun, SOON).await;
+    world.recovers("store killed, and started again", begun, SOON).await;
     // And it is obeyed again.
     until("a room is created", async || {
         if world.try_open("third", 1000).await { Ok(()) } else { Err("not yet".to_owned()) }
@@ -373,33 +374,75 @@ async fn rooms_outlive_the_leader_of_their_etcd() {
     world.end().await;
 }
 
+/// The demo, on air.
+struct Demo {
+    process: Process,
+    said: String,
+    log: PathBuf,
+    mark: String,
+    /// Where it has its temporary files.
+    files: PathBuf,
+    _folder: tempfile::TempDir,
+}
+
+impl Demo {
+    async fn start(arguments: &[&str]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let (mark, log) = (folder.path().to_string_lossy().into_owned(), folder.path().join("log"));
+        let files = folder.path().join("files");
+        std::fs::create_dir(&files).unwrap();
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_live-rooms"));
+        command.arg("demo").args(arguments).env("TMPDIR", &files).env(MARK, &mark);
+        let process = Process::start(command, &log);
+        let said = until("it is on air", async || {
+            let said = process.said.lock().unwrap().join("\n");
+            if said.contains("Ctrl-C ends it") {
+                Ok(said)
+            } else {
+                Err(format!("{said}\n{}", tail(&log)))
+            }
+        })
+        .await;
+        Self { process, said, log, mark, files, _folder: folder }
+    }
+
+    /// The word after this in what it said.
+    fn after(&self, what: &str) -> String {
+        let line = self.said.lines().find_map(|line| line.split_once(what)).expect(what);
+        line.1.split_whitespace().next().unwrap().to_owned()
+    }
+
+    /// Its tone is in a segment that was begun after `since`. How long after.
+    async fn heard(&self, since: SystemTime) -> Duration {
+        let playlist = PathBuf::from(self.after("ffplay "));
+        heard(&playlist, &[440], &[1000], since, || tail(&self.log)).await.after(since)
+    }
+
+    /// Ctrl-C: no process is left, and no file.
+    async fn end(self) {
+        let Self { process, log, mark, files, .. } = self;
+        process.signal(Signal::INT);
+        let status = process.ended(|| tail(&log)).await;
+        assert!(status.success(), "{status}\n{}", tail(&log));
+        until("every process is gone", async || {
+            let left = marked(&mark);
+            if left.is_empty() { Ok(()) } else { Err(format!("{left:?} are left")) }
+        })
+        .await;
+        let left: Vec<_> =
+            std::fs::read_dir(files).unwrap().flatten().map(|it| it.file_name()).collect();
+        assert_eq!(left, Vec::<std::ffi::OsString>::new());
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn the_demo_says_what_to_try_shows_its_watchers_and_leaves_nothing_behind() {
-    let folder = tempfile::tempdir().unwrap();
-    let (mark, log) = (folder.path().to_string_lossy().into_owned(), folder.path().join("log"));
-    let files = folder.path().join("files");
-    std::fs::create_dir(&files).unwrap();
-    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_live-rooms"));
-    command.arg("demo").env("TMPDIR", &files).env(MARK, &mark);
-    let demo = Process::start(command, &log);
-    let said = until("it is on air", async || {
-        let said = demo.said.lock().unwrap().join("\n");
-        if said.contains("Ctrl-C ends it") {
-            Ok(said)
-        } else {
-            Err(format!("{said}\n{}", tail(&log)))
-        }
-    })
-    .await;
-    let after = |what: &str| {
-        let line = said.lines().find_map(|line| line.split_once(what)).expect(what);
-        line.1.split_whitespace().next().unwrap().to_owned()
-    };
-    let playlist = std::path::PathBuf::from(after("ffplay "));
-    heard(&playlist, &[440], &[1000], SystemTime::now(), || tail(&log)).await;
+    let demo = Demo::start(&[]).await;
+    demo.heard(SystemTime::now()).await;
 
     // Its watchers are told of, each with its process.
-    let watchers = format!("{}api/v1/watchers", after("The watchers: ").replace("watchers", ""));
+    let watchers =
+        format!("{}api/v1/watchers", demo.after("The watchers: ").replace("watchers", ""));
     let expected = [
         "janus-demo-janus",
         "januses",
@@ -419,28 +462,40 @@ async fn the_demo_says_what_to_try_shows_its_watchers_and_leaves_nothing_behind(
     .await;
 
     // What it says can be tried: the mixer that has the room dies.
-    let rooms = after("curl -s ");
+    let rooms = demo.after("curl -s ");
     let (_, list) = ask("GET", &rooms, None).await;
     let text = list.to_string();
     let is_assigned = |mixer: &&str| text.contains(&format!("\"mixerId\":\"{mixer}\""));
     let mixer = ["demo-mixer-1", "demo-mixer-2"].into_iter().find(is_assigned).expect(&text);
-    let line = said.lines().find(|line| line.contains(&format!("# {mixer}"))).expect(mixer);
+    let line = demo.said.lines().find(|line| line.contains(&format!("# {mixer}"))).expect(mixer);
     let pid = line.split_once("kill -9 ").unwrap().1.split_whitespace().next().unwrap();
     let killed = SystemTime::now();
     kill(pid.parse().unwrap());
-    let back = heard(&playlist, &[440], &[1000], killed, || tail(&log)).await.after(killed);
+    let back = demo.heard(killed).await;
     println!("demo, mixer killed: 1 stream with the right tone after {:.1} s", back.as_secs_f64());
     assert!(back < AFTER_A_LEASE);
+    demo.end().await;
+}
 
-    demo.signal(Signal::INT);
-    let status = tokio::task::spawn_blocking(move || demo.wait()).await.unwrap();
-    assert!(status.success(), "{status}\n{}", tail(&log));
-    until("every process is gone", async || {
-        let left = marked(&mark);
-        if left.is_empty() { Ok(()) } else { Err(format!("{left:?} are left")) }
+#[tokio::test(flavor = "multi_thread")]
+async fn the_demo_leaves_nothing_in_the_etcd_of_others() {
+    let etcd = etcd::Cluster::start(1).await;
+    let node = etcd.node(0);
+    let keys = async || {
+        let keys = node.ctl(&["get", "", "--prefix", "--keys-only"]).await.unwrap();
+        keys.split_whitespace().map(str::to_owned).collect::<Vec<_>>()
+    };
+    node.ctl(&["put", "/others", "1"]).await.unwrap();
+    let demo = Demo::start(&["--store", &format!("etcd://{}", node.address())]).await;
+    demo.heard(SystemTime::now()).await;
+    // Those are all there to be left behind.
+    until("it has written all it writes", async || {
+        let keys = keys().await;
+        let has = |part: &&str| keys.iter().any(|key| key.contains(*part));
+        let parts = ["/livemeta", "/heartbeat", "/state", "/placements", "mixer-demo-mixer-2@"];
+        if parts.iter().all(has) { Ok(()) } else { Err(format!("{keys:?}")) }
     })
     .await;
-    let left: Vec<_> =
-        std::fs::read_dir(&files).unwrap().flatten().map(|it| it.file_name()).collect();
-    assert_eq!(left, Vec::<std::ffi::OsString>::new());
+    demo.end().await;
+    assert_eq!(keys().await, ["/others"]);
 }

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::{BufRead as _, BufReader};
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -14,14 +14,11 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use testing::janus::{ADMIN_KEY, ADMIN_SECRET, Janus};
-use testing::{Proxy, etcd, soon};
-use tokio_util::sync::CancellationToken;
+use testing::{Proxy, etcd};
 use tokio_util::task::AbortOnDropHandle;
 use vedetta::KeyRange;
 use vedetta::core::Source as _;
-use vedetta::db::Db;
-use vedetta::etcd::{Cluster, Endpoint, serve};
-use vedetta::kv::{Options, SCHEMA, Store};
+use vedetta::etcd::Cluster;
 
 use crate::sound::{self, Segment};
 
@@ -51,40 +48,45 @@ pub(crate) enum State {
     Etcd(etcd::Cluster),
 }
 
-/// A Vedetta's store and its etcd endpoint, that can be restarted.
+/// A `vedetta up`, that can be killed and started again.
 pub(crate) struct Ours {
     address: SocketAddr,
+    running: Option<Process>,
     folder: TempDir,
-    running: Option<(Store, CancellationToken, AbortOnDropHandle<()>)>,
 }
 
 impl Ours {
     pub(crate) async fn start() -> Self {
-        let folder = TempDir::new().unwrap();
         let address = (Ipv4Addr::LOCALHOST, 0).into();
-        let mut ours = Self { address, folder, running: None };
+        let mut ours = Self { address, running: None, folder: TempDir::new().unwrap() };
         ours.begin().await;
         ours
     }
 
     /// On the same port and data, if it ran before.
     pub(crate) async fn begin(&mut self) {
-        let mut options = vedetta::db::Options::new(self.folder.path().join("vedetta.db"));
-        options.ballast = 0;
-        let db = Db::open(&options, &[SCHEMA]).unwrap();
-        let store = Store::open(db, Options::default()).await.unwrap();
-        let listener = tokio::net::TcpListener::bind(self.address).await.unwrap();
-        self.address = listener.local_addr().unwrap();
-        let stop = CancellationToken::new();
-        let serving = tokio::spawn(serve(listener, Endpoint::new(store.clone()), stop.clone()));
-        self.running = Some((store, stop, AbortOnDropHandle::new(serving)));
+        let program = Path::new(env!("CARGO_BIN_EXE_live-rooms")).with_file_name("vedetta");
+        // It is with the rest of the workspace.
+        assert!(program.exists(), "it is not built: cargo build -p vedetta-cli");
+        let mut command = Command::new(program);
+        command.args(["up", "--data", "data", "--http", "127.0.0.1:0", "--etcd"]);
+        command.arg(self.address.to_string()).current_dir(self.folder.path());
+        let log = self.folder.path().join("log");
+        let process = Process::start(command, &log);
+        self.address = until("the store is ready", async || {
+            let said = process.said.lock().unwrap();
+            let etcd = said.iter().find_map(|line| line.strip_prefix("etcd")?.split_once("://"));
+            let is_ready = said.iter().any(|line| line == "ready");
+            let address = etcd.filter(|_| is_ready).and_then(|(_, address)| address.parse().ok());
+            address.ok_or_else(|| format!("{said:?}\n{}", tail(&log)))
+        })
+        .await;
+        self.running = Some(process);
     }
 
-    pub(crate) async fn end(&mut self) {
-        let (store, stop, serving) = self.running.take().unwrap();
-        stop.cancel();
-        soon("the store ends", serving).await.unwrap();
-        store.close().await;
+    /// Ends it at once (SIGKILL); its data stays.
+    pub(crate) fn kill(&mut self) {
+        self.running.take().expect("it runs").kill();
     }
 }
 
@@ -222,7 +224,7 @@ impl World {
     pub(crate) async fn terminate(&mut self, name: &str) {
         let process = self.processes.remove(name).expect("it runs");
         process.signal(Signal::TERM);
-        let status = tokio::task::spawn_blocking(move || process.wait()).await.unwrap();
+        let status = process.ended(|| self.logs()).await;
         assert!(status.success(), "{name}: {status}\n{}", self.logs());
     }
 
@@ -513,7 +515,7 @@ impl World {
             process.signal(Signal::TERM);
         }
         for (name, process) in std::mem::take(&mut self.processes) {
-            let status = tokio::task::spawn_blocking(move || process.wait()).await.unwrap();
+            let status = process.ended(|| self.logs()).await;
             assert!(status.success(), "{name}: {status}\n{}", self.logs());
         }
         self.janus.kill();
@@ -587,15 +589,9 @@ impl Process {
         self.child.wait().unwrap();
     }
 
-    pub(crate) fn wait(mut self) -> std::process::ExitStatus {
-        let end = Instant::now() + PATIENCE;
-        loop {
-            match self.child.try_wait().unwrap() {
-                Some(status) => return status,
-                None if Instant::now() > end => panic!("it does not end"),
-                None => std::thread::sleep(LOOK_AGAIN),
-            }
-        }
+    /// Waits until it has ended by itself; what `logs` says helps when it never does.
+    pub(crate) async fn ended(mut self, logs: impl Fn() -> String) -> ExitStatus {
+        until("it ends", async || self.child.try_wait().unwrap().ok_or_else(&logs)).await
     }
 }
 
