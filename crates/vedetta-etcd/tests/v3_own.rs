@@ -648,6 +648,27 @@ impl Signed {
     fn new() -> Self {
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+#[tokio::test]
+async fn a_snapshot_that_nobody_reads_is_the_only_one() {
+    let server = Server::start().await;
+    let mut kv = server.kv().await;
+    for n in 0..4 {
+        // More than is on its way without being read.
+        kv.put(put(&format!("k{n}"), &"v".repeat(1 << 20))).await.unwrap();
+    }
+    let mut maintenance = MaintenanceClient::new(server.channel().await);
+    let unread = maintenance.snapshot(SnapshotRequest {}).await.unwrap().into_inner();
+    let mut other = MaintenanceClient::new(server.channel().await);
+    let mut second = tokio::spawn(async move { other.snapshot(SnapshotRequest {}).await });
+    let early = tokio::time::timeout(Duration::from_millis(300), &mut second).await;
+    assert!(early.is_err(), "there were two");
+    drop(unread);
+    let second = tokio::time::timeout(Duration::from_secs(60), second).await;
+    let mut pieces = second.expect("the first is gone").unwrap().unwrap().into_inner();
+    while pieces.message().await.unwrap().is_some() {}
+    server.stop().await;
+}
+
         let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
         let sign = |name: &str| {
             let key = KeyPair::generate().unwrap();

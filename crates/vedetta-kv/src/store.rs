@@ -1,6 +1,7 @@
 //! The store as its users hold it.
 
 use std::fs::{self, File};
+use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -35,8 +36,8 @@ pub const SCHEMA: Schema = Schema {
          CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT, WITHOUT ROWID;"],
 };
 
-/// A snapshot while it is made, beside the database.
-const SNAPSHOT: &str = "snapshot.db";
+/// A snapshot while it is made, beside the database: how the names of its files begin.
+const SNAPSHOT: &str = ".vedetta-snapshot";
 /// Keys a reader looks at before it lets the lock go for a moment.
 const CHUNK: usize = 512;
 /// Leases ended by one write.
@@ -152,7 +153,7 @@ pub struct Store {
     pub(crate) db: Db,
     pub(crate) options: Arc<Options>,
     sweeper: Sweeper,
-    /// Who has it makes one.
+    /// Who has it has the one that may be there.
     snapshots: Arc<tokio::sync::Mutex<()>>,
     /// Whether writes of this handle are refused when the queue is full.
     impatient: bool,
@@ -161,6 +162,26 @@ pub struct Store {
 
 #[derive(Default)]
 struct Threads(Mutex<Vec<JoinHandle<()>>>);
+/// A copy of a store; its file has no name and is gone with it.
+#[derive(Debug)]
+pub struct Snapshot {
+    file: File,
+    _turn: tokio::sync::OwnedMutexGuard<()>,
+}
+
+impl Snapshot {
+    /// How many bytes there are to read.
+    pub fn size(&self) -> std::io::Result<u64> {
+        Ok(self.file.metadata()?.len())
+    }
+}
+
+impl Read for Snapshot {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        self.file.read(buffer)
+    }
+}
+
 
 impl Store {
     /// Opens the store in `db`, which must have been opened with [`SCHEMA`]. Reads all rows, checks
@@ -171,7 +192,7 @@ impl Store {
 
     /// [`Store::open`] for a thread of one's own.
     pub fn open_blocking(db: Db, options: Options) -> Result<Self, OpenError> {
-        forget_snapshot(db.file())?;
+        forget_snapshots(db.file())?;
         let shared = Arc::new(load::load(&db)?);
         db.attach(Box::new(Publisher(Arc::clone(&shared))))?;
         let (sweeper, sweeping) =
@@ -211,19 +232,18 @@ impl Store {
         }
     }
 
-    /// A copy of the last commit's state, which [`vedetta_db::backup`] explains. The file has no name
-    /// and is gone once it is closed. One is made at a time, since each takes as much room as the store.
-    pub async fn snapshot(&self) -> Result<File, BackupError> {
+    /// A copy of the last commit's state, which [`vedetta_db::backup`] explains. There is one at a time, since
+    /// each takes as much room as the store: this waits until the one before is dropped.
+    pub async fn snapshot(&self) -> Result<Snapshot, BackupError> {
         let database = self.db.file().to_owned();
         let turn = Arc::clone(&self.snapshots).lock_owned().await;
         off_the_runtime(move || {
-            let _turn = turn;
             let target = database.with_file_name(SNAPSHOT);
-            forget_snapshot(&database)?;
+            forget_snapshots(&database)?;
             backup(&database, &target)?;
             let opened = File::open(&target);
             fs::remove_file(&target)?;
-            Ok(opened?)
+            Ok(Snapshot { file: opened?, _turn: turn })
         })
         .await
     }
@@ -513,12 +533,13 @@ impl Store {
     }
 }
 
-/// Removes a snapshot that a crash left behind.
-fn forget_snapshot(database: &Path) -> std::io::Result<()> {
-    for name in [SNAPSHOT.to_owned(), format!("{SNAPSHOT}.partial")] {
-        match fs::remove_file(database.with_file_name(name)) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
-            _ => {}
+/// Removes what a crash left behind of snapshots.
+fn forget_snapshots(database: &Path) -> std::io::Result<()> {
+    let folder = database.parent().filter(|folder| !folder.as_os_str().is_empty());
+    for entry in fs::read_dir(folder.unwrap_or(Path::new(".")))? {
+        let entry = entry?;
+        if entry.file_name().as_encoded_bytes().starts_with(SNAPSHOT.as_bytes()) {
+            fs::remove_file(entry.path())?;
         }
     }
     Ok(())
