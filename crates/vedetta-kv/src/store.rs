@@ -21,7 +21,9 @@ use crate::lease::{Leases, Renewal};
 use crate::load;
 use crate::pending::{LeaseChange, Pending};
 use crate::range;
-use crate::request::{Delete, Deleted, KvError, Op, Put, PutDone, Range, Ranged, Txn, TxnDone};
+use crate::request::{
+    Delete, Deleted, KvError, Op, OpReply, Put, PutDone, Range, Ranged, Txn, TxnDone,
+};
 use crate::watch::{Block, Hub};
 use crate::{Cause, LeaseId, LeaseInfo, WatchError, WatchOptions, Watcher};
 
@@ -160,8 +162,6 @@ pub struct Store {
     threads: Arc<Threads>,
 }
 
-#[derive(Default)]
-struct Threads(Mutex<Vec<JoinHandle<()>>>);
 /// A copy of a store; its file has no name and is gone with it.
 #[derive(Debug)]
 pub struct Snapshot {
@@ -182,6 +182,8 @@ impl Read for Snapshot {
     }
 }
 
+#[derive(Default)]
+struct Threads(Mutex<Vec<JoinHandle<()>>>);
 
 impl Store {
     /// Opens the store in `db`, which must have been opened with [`SCHEMA`]. Reads all rows, checks
@@ -280,38 +282,49 @@ impl Store {
     pub async fn range(&self, request: Range) -> Result<Ranged, KvError> {
         engine::check_range(&request.range)?;
         loop {
-            let gathered = self.gather(&request).await?;
-            let in_memory = gathered.found.iter().all(|found| matches!(found, Found::Here(_)));
-            let Gathered { found, count, at, revision } = gathered;
-            let keys = if in_memory {
-                Ok(range::all_here(found))
-            } else {
-                let read = self.db.read(move |c| Ok(range::fetch_all(found, c))).await;
-                read.map_err(|e| KvError::Unreadable(e.to_string()))?.map_err(KvError::from)
-            };
-            // Compaction may have passed while we read: then what is missing is not damage.
-            let oldest = self.shared.index.read().compacted;
-            if at >= oldest {
-                return Ok(range::finish(&request, keys?, count, revision));
-            }
-            if let Some(asked) = request.at {
-                return Err(KvError::Compacted { asked, oldest });
+            match self.range_as_of(&request, None).await {
+                Err(KvError::Compacted { .. }) if request.at.is_none() => {}
+                done => return done,
             }
         }
     }
 
+    /// Reads keys as if the store stood where it stood then: now, if nothing is said.
+    async fn range_as_of(
+        &self,
+        request: &Range,
+        then: Option<Revision>,
+    ) -> Result<Ranged, KvError> {
+        let gathered = self.gather(request, then).await?;
+        let in_memory = gathered.found.iter().all(|found| matches!(found, Found::Here(_)));
+        let Gathered { found, count, at, revision } = gathered;
+        let keys = if in_memory {
+            Ok(range::all_here(found))
+        } else {
+            let read = self.db.read(move |c| Ok(range::fetch_all(found, c))).await;
+            read.map_err(|e| KvError::Unreadable(e.to_string()))?.map_err(KvError::from)
+        };
+        // Compaction may have passed while we read: then what is missing is not damage.
+        let oldest = self.shared.index.read().compacted;
+        if at < oldest {
+            return Err(KvError::Compacted { asked: at, oldest });
+        }
+        Ok(range::finish(request, keys?, count, revision))
+    }
+
     /// Walks the index, a bounded number of keys at a time.
-    async fn gather(&self, request: &Range) -> Result<Gathered, KvError> {
+    async fn gather(&self, request: &Range, then: Option<Revision>) -> Result<Gathered, KvError> {
         let (at, revision) = {
             let index = self.shared.index.read();
-            let at = range::resolve(request.at, index.revision, index.compacted)?;
+            let revision = then.unwrap_or(index.revision);
+            let at = range::resolve(request.at, revision, index.compacted)?;
             if let KeyRange::One(key) = &request.range {
                 let mut found: Vec<_> = index.get_at(key, at).into_iter().collect();
                 let count = found.len();
                 found.truncate(range::enough(request));
-                return Ok(Gathered { found, count, at, revision: index.revision });
+                return Ok(Gathered { found, count, at, revision });
             }
-            (at, index.revision)
+            (at, revision)
         };
         let (mut found, mut count, mut from) = (Vec::new(), 0, None::<Box<[u8]>>);
         let enough = range::enough(request);
@@ -351,9 +364,19 @@ impl Store {
         self.reclaim(Uses::Memory, move |engine| engine.delete(&delete)).await
     }
 
-    /// Does a transaction.
+    /// Does a transaction. One that could change nothing is read like a range, without the writer.
     pub async fn txn(&self, txn: Txn) -> Result<TxnDone, KvError> {
         engine::check_txn(&txn, &self.options.limits)?;
+        if only_reads(&txn) {
+            loop {
+                let now = self.revision();
+                match self.read_txn(&txn, now).await {
+                    // Compaction has passed it.
+                    Err(KvError::Compacted { oldest, .. }) if oldest > now => {}
+                    done => return done,
+                }
+            }
+        }
         self.check_queue()?;
         let uses = if reads_the_past(&txn) { Uses::File } else { Uses::Memory };
         if stores(&txn) {
@@ -362,6 +385,24 @@ impl Store {
             return self.evaluate(Purpose::Store, uses, txn).await;
         }
         self.reclaim(uses, move |engine| engine.txn(&txn)).await
+    }
+
+    /// All of it sees the store as it was at one revision.
+    async fn read_txn(&self, txn: &Txn, at: Revision) -> Result<TxnDone, KvError> {
+        let mut held = true;
+        for compare in &txn.when {
+            let range = Range::new(compare.range.clone());
+            held = held && engine::holds(compare, &self.range_as_of(&range, Some(at)).await?.keys);
+        }
+        let mut replies = Vec::new();
+        for op in txn.branch(held) {
+            replies.push(match op {
+                Op::Range(range) => OpReply::Range(self.range_as_of(range, Some(at)).await?),
+                Op::Txn(txn) => OpReply::Txn(Box::pin(self.read_txn(txn, at)).await?),
+                Op::Put(_) | Op::Delete(_) => unreachable!("it only reads"),
+            });
+        }
+        Ok(TxnDone { revision: at, held, replies })
     }
 
     /// Forgets what was before `revision`: it becomes the oldest that can be read or watched from.
@@ -567,6 +608,15 @@ fn stores(txn: &Txn) -> bool {
         Op::Put(_) => true,
         Op::Txn(txn) => stores(txn),
         Op::Range(_) | Op::Delete(_) => false,
+    })
+}
+
+/// Whether no branch puts or deletes.
+fn only_reads(txn: &Txn) -> bool {
+    txn.then.iter().chain(&txn.otherwise).all(|op| match op {
+        Op::Range(_) => true,
+        Op::Txn(txn) => only_reads(txn),
+        Op::Put(_) | Op::Delete(_) => false,
     })
 }
 
