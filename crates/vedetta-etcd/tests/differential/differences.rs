@@ -47,15 +47,26 @@ impl Difference {
 
 const V2: &[Difference] = &[
     Difference {
-        name: "a recursive delete of a watched file",
-        lines: "w: GET ~/b?wait=true&recursive=true&stream=true
+        name: "a delete of a watched file or directory",
+        lines: "w: GET ~/b?wait=true&stream=true
             PUT ~/b | value=one
             PUT ~/b | value=two
-            DELETE ~/b?recursive=true
+            DELETE ~/b
             PUT ~/b | value=end
             w~end\"",
         etcd: "\"createdIndex\":+2}}\n{\"action\":\"delete\"",
         ours: "\"createdIndex\":+2}}\n{\"action\":\"set\"",
+    },
+    Difference {
+        name: "a delete of a watched file or directory",
+        lines: "w: GET ~/b?wait=true&recursive=true&stream=true
+            PUT ~/b/one | value=one
+            PUT ~/b/two | value=two
+            DELETE ~/b?recursive=true
+            PUT ~/b/three | value=end
+            w~end\"",
+        etcd: "\"createdIndex\":+1}}\n{\"action\":\"delete\"",
+        ours: "\"createdIndex\":+1}}\n{\"action\":\"set\"",
     },
     Difference {
         name: "hidden nodes in history",
