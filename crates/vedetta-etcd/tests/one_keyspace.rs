@@ -232,7 +232,9 @@ async fn a_v3_key_that_is_no_path_is_not_seen_by_v2() {
     let root = talk.node("GET", "/?recursive=true&sorted=true", "").await;
     let names: Vec<_> =
         root["nodes"].as_array().unwrap().iter().map(|node| node["key"].clone()).collect();
-    assert_eq!(names, [json!("/seen")], "{root}");
+    // The directory is one without anything in it.
+    assert_eq!(names, [json!("/a"), json!("/seen")], "{root}");
+    assert_eq!(root["nodes"][0]["nodes"], Json::Null, "{root}");
     let event = v2_event(&mut stream).await;
     assert_eq!(event["node"]["modifiedIndex"], seen);
     // Of a key that is too deep the directories are seen, as deep as they may be.
