@@ -237,11 +237,6 @@ async fn a_v3_key_that_is_no_path_is_not_seen_by_v2() {
     assert_eq!(root["nodes"][0]["nodes"], Json::Null, "{root}");
     let event = v2_event(&mut stream).await;
     assert_eq!(event["node"]["modifiedIndex"], seen);
-    // Of a key that is too deep the directories are seen, as deep as they may be.
-    talk.put(&"/x".repeat(513), "1").await;
-    let deepest = talk.node("GET", &"/x".repeat(512), "").await;
-    assert_eq!((&deepest["dir"], &deepest["nodes"]), (&json!(true), &Json::Null));
-    assert_eq!(talk.v2("GET", &"/x".repeat(513), "").await.status, 400);
     // A key that is the beginning of others is a directory to v2; v3 has both.
     talk.put("/both", "file").await;
     talk.put("/both/below", "1").await;
