@@ -15,7 +15,7 @@ use torture::vfs::{Disk, Fault, Image, Times};
 use torture::workload::{Failing, Notes, Workload};
 use vedetta_core::{KeyRange, Revision};
 use vedetta_db::CommitError;
-use vedetta_kv::{Delete, KvError, Put, Store};
+use vedetta_kv::{Delete, KvError, Op, Put, Range, Store, Txn};
 
 /// A fault to plant.
 #[derive(Debug, Clone, Copy)]
@@ -324,6 +324,34 @@ async fn a_read_that_fails_anywhere_is_told_and_nothing_acknowledged_is_lost() {
 #[tokio::test]
 async fn a_disk_that_cannot_be_read_from_anywhere_on_is_told_and_nothing_acknowledged_is_lost() {
     at_every_read(Times::ForGood).await;
+}
+
+#[tokio::test]
+async fn the_present_is_read_without_the_disk() {
+    const KEYS: usize = 400;
+    let (folder, disk) = (memory_folder(), Disk::register("present", bed::seed()));
+    let store = How::on(&disk).open(folder.path()).await.unwrap();
+    // More than SQLite keeps in memory, with a past.
+    for round in 0..2 {
+        for key in 0..KEYS {
+            let put = Put::new(format!("k{key:03}"), format!("{round}").repeat(16 << 10));
+            store.put(put).await.unwrap();
+        }
+    }
+    disk.fail_read_at(disk.reads() + 1, Times::ForGood);
+    for key in 0..KEYS {
+        let one = Range::new(KeyRange::One(format!("k{key:03}").into()));
+        let found = store.range(one.clone()).await.unwrap();
+        assert!(found.keys[0].value().starts_with(b"1"));
+        let txn = Txn { then: vec![Op::Range(one)], ..Txn::default() };
+        assert!(store.txn(txn).await.unwrap().held);
+    }
+    let all = Range::new(KeyRange::all());
+    assert_eq!(store.range(all.clone()).await.unwrap().keys.len(), KEYS);
+    let past = store.range(Range { at: Some(Revision(KEYS as u64)), ..all }).await;
+    assert!(matches!(past, Err(KvError::Unreadable(_))), "the past is on the disk");
+    disk.heal();
+    store.close().await;
 }
 
 /// With many writers a checkpoint is often under way when the fault comes.

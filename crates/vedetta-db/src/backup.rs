@@ -1,7 +1,8 @@
 //! A copy of the database while it is written to.
 
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
 use std::io;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use rusqlite::{Connection, OpenFlags};
@@ -43,10 +44,12 @@ pub fn backup(database: &Path, target: &Path) -> Result<(), BackupError> {
     if !database.exists() {
         return Err(BackupError::Missing(database.to_owned()));
     }
+    // A name that nobody else has: what lies there is not ours to remove.
     let mut draft = target.as_os_str().to_owned();
-    draft.push(".partial");
+    draft.push(format!(".{}-{:016x}.partial", std::process::id(), fastrand::u64(..)));
     let draft = PathBuf::from(draft);
-    let _ = fs::remove_file(&draft);
+    // SQLite takes an empty file as it is, so the copy is as private as the original.
+    OpenOptions::new().write(true).create_new(true).mode(0o600).open(&draft)?;
     let written = write_draft(database, &draft).and_then(|()| {
         File::open(&draft)?.sync_all()?;
         // Not a rename: a file that appeared meanwhile must not be replaced.
@@ -63,9 +66,7 @@ pub fn backup(database: &Path, target: &Path) -> Result<(), BackupError> {
 fn write_draft(database: &Path, draft: &Path) -> Result<(), BackupError> {
     let source = Connection::open_with_flags(database, OpenFlags::SQLITE_OPEN_READ_ONLY)?;
     source.busy_timeout(std::time::Duration::from_secs(5))?;
-    // An empty file is taken as it is, so the copy is as private as the original.
     let name = draft.to_str().ok_or_else(|| BackupError::Unspeakable(draft.to_owned()))?;
-    crate::open::create_private(draft)?;
     source.execute("VACUUM INTO ?1", [name])?;
     let copy = Connection::open_with_flags(draft, OpenFlags::SQLITE_OPEN_READ_WRITE)?;
     copy.execute_batch(

@@ -72,6 +72,38 @@ async fn a_backup_never_overwrites_and_leaves_nothing_when_it_fails() {
     }
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn of_backups_to_one_name_one_is_made_and_no_other_file_is_touched() {
+    let folder = tempfile::tempdir().unwrap();
+    let db = open(folder.path());
+    write(db.clone(), 1).await.unwrap();
+    let copy = folder.path().join("copy");
+    let beside = folder.path().join("copy.partial");
+    fs::write(&beside, "precious").unwrap();
+    let both: Vec<_> = (0..2)
+        .map(|_| {
+            let (source, target) = (db.file().to_owned(), copy.clone());
+            tokio::spawn(aside(move || backup(&source, &target)))
+        })
+        .collect();
+    let mut made = 0;
+    for one in both {
+        match soon(one).await.unwrap() {
+            Ok(()) => made += 1,
+            Err(error) => assert!(matches!(error, BackupError::Exists(_)), "{error:?}"),
+        }
+    }
+    assert_eq!(made, 1);
+    assert_eq!(damage(&copy).unwrap(), [""; 0]);
+    assert_eq!(fs::read(&beside).unwrap(), b"precious");
+    close(&db).await;
+    for entry in fs::read_dir(folder.path()).unwrap() {
+        let name = entry.unwrap().file_name().into_string().unwrap();
+        let known = name.starts_with("test.db") || name == "copy" || name == "copy.partial";
+        assert!(known, "{name} was left behind");
+    }
+}
+
 #[tokio::test]
 async fn a_damaged_page_is_found_and_not_backed_up() {
     let folder = tempfile::tempdir().unwrap();

@@ -177,7 +177,8 @@ pub(crate) fn is_stream(path: &str) -> bool {
 }
 
 fn unserved() -> Status {
-    Status::unimplemented("vedetta does not serve this call: it has one member and no users")
+    let why = "it has one member and no users, and leaves locks and elections to its clients";
+    Status::unimplemented(format!("vedetta does not serve this call: {why}"))
 }
 
 /// The errors that are not ours: calls nobody knows, and messages that are too large.

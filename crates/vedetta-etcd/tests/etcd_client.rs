@@ -87,6 +87,23 @@ async fn story(address: std::net::SocketAddr) -> Vec<String> {
     told
 }
 
+/// This client leaves both to the server, unlike etcd's own.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_client_of_rust_is_told_that_locks_and_elections_are_not_served() {
+    let ours = Ours::start().await;
+    let mut client = Client::connect([ours.address.to_string()], None).await.unwrap();
+    let lease = client.lease_grant(100, None).await.unwrap().id();
+    let lock = soon("a lock", client.lock("l", None)).await.map(drop);
+    let campaign = soon("an election", client.campaign("e", "me", lease)).await.map(drop);
+    for refused in [lock, campaign] {
+        let etcd_client::Error::GRpcStatus(status) = refused.unwrap_err() else {
+            panic!("it is answered");
+        };
+        assert_eq!(status.code(), tonic::Code::Unimplemented, "{status}");
+        assert!(status.message().contains("leaves locks and elections"), "{status}");
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn the_client_of_rust_sees_no_difference() {
     let (etcd, ours) = (Etcd::start().await, Ours::start().await);

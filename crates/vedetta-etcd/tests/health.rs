@@ -174,5 +174,7 @@ async fn a_store_that_has_halted_says_so() {
     let alarms = call(&mut v3, "Maintenance/Alarm", &[]).await.unwrap();
     assert_eq!(field(&alarms, "alarms"), "List([])", "room is not what is missing");
     call(&mut v3, "KV/Range", &[("key", bytes("a"))]).await.unwrap();
+    let reads = Value::List(vec![grpc::reading("a")]);
+    call(&mut v3, "KV/Txn", &[("success", reads)]).await.unwrap();
     assert!(ours.store.revision() >= Revision(2), "what is there can be read");
 }

@@ -97,6 +97,9 @@ async fn when_too_much_waits_writes_are_refused_and_reads_are_not() {
         let told = (refused.code(), refused.message());
         assert_eq!(told, (Code::ResourceExhausted, "etcdserver: too many requests"), "{path}");
     }
+    let reads = Value::List(vec![grpc::reading("a")]);
+    let reads = filled("KV/Txn", &[("success", reads)]);
+    soon("a transaction that reads", v3.unary("KV/Txn", &reads)).await.unwrap();
     let form = Some("application/x-www-form-urlencoded");
     for (method, target, body, status) in [
         ("PUT", "/v2/keys/p", "value=1", 500),

@@ -543,6 +543,8 @@ async fn what_is_too_large_is_refused() {
 /// Clients that send a byte now and then, or nothing, or do not read, are let go; others need not wait.
 #[tokio::test(flavor = "multi_thread")]
 async fn slow_and_half_open_clients_are_let_go() {
+    /// Watchers that do not read, of each API.
+    const UNREAD: usize = 15;
     let siege = Siege::begin().await;
     let address = siege.ours.address;
     let mut held = Vec::new();
@@ -571,20 +573,31 @@ async fn slow_and_half_open_clients_are_let_go() {
     let v3_watch =
         [preface(), grpc_call(1, "Watch/Watch", b"\x0a\x0f\x0a\x06/flood\x12\x05/flop")].concat();
     for bytes in [watch, v3_watch] {
-        for _ in 0..5 {
+        for _ in 0..UNREAD {
             let mut stream = TcpStream::connect(address).await.unwrap();
             stream.write_all(&bytes).await.unwrap();
             held.push(stream);
         }
     }
+    soon("all of them watch", async {
+        while siege.ours.store.status().watchers < siege.watchers + 2 * UNREAD {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+    let (before, mut most) = (memory(), 0);
     let mut v3 = Client::connect(address).await.unwrap();
     let mut put = grpc::request("KV/Put");
     put.set_field_by_name("key", Value::Bytes("/flood/x".into()));
     put.set_field_by_name("value", Value::Bytes(vec![b'x'; 1 << 20].into()));
     for _ in 0..24 {
         soon("a put beside slow readers", v3.unary("KV/Put", &put)).await.unwrap();
+        most = most.max(memory());
     }
     drop(v3);
+    // Without a bound each of them would have 24 MiB, or more.
+    let grown = most.saturating_sub(before) >> 20;
+    assert!(grown < 64 + 4 * 2 * UNREAD as u64, "{grown} MiB more with {UNREAD} of each");
     // Everybody is let go, although none of them hangs up: only our own ends are left.
     soon("the server lets go of them", async {
         loop {

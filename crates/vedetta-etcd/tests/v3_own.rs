@@ -431,6 +431,31 @@ async fn progress_is_told_on_request() {
 }
 
 #[tokio::test]
+async fn every_request_for_progress_is_answered_by_those_who_are_behind_too() {
+    let server = Server::start().await;
+    let (mut kv, mut watching) = (server.kv().await, server.watch().await);
+    for n in 0..20 {
+        // More than is kept in memory: what is watched from the beginning is read from the file.
+        kv.put(put(&format!("k{n}"), &"v".repeat(1 << 20))).await.unwrap();
+    }
+    let all = WatchCreateRequest { range_end: "l".into(), start_revision: 2, ..follow("k") };
+    watching.create(all).await;
+    for _ in 0..3 {
+        watching.ask(RequestUnion::ProgressRequest(WatchProgressRequest {})).await;
+    }
+    let (mut events, mut progress) = (0, 0);
+    while events < 20 || progress < 3 {
+        let answer = watching.next().await;
+        events += answer.events.len();
+        if answer.watch_id == -1 {
+            progress += 1;
+            assert_eq!((events, answer.header.unwrap().revision), (20, 21), "all was told before");
+        }
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn a_transaction_stays_together_unless_fragments_are_taken() {
     let server = Server::start().await;
     let mut kv = server.kv().await;
@@ -620,6 +645,27 @@ async fn a_store_starts_from_a_snapshot() {
     let copy = open(folder.path()).await;
     assert_eq!(copy.status().existing, 1);
     copy.close().await;
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_snapshot_that_nobody_reads_is_the_only_one() {
+    let server = Server::start().await;
+    let mut kv = server.kv().await;
+    for n in 0..4 {
+        // More than is on its way without being read.
+        kv.put(put(&format!("k{n}"), &"v".repeat(1 << 20))).await.unwrap();
+    }
+    let mut maintenance = MaintenanceClient::new(server.channel().await);
+    let unread = maintenance.snapshot(SnapshotRequest {}).await.unwrap().into_inner();
+    let mut other = MaintenanceClient::new(server.channel().await);
+    let mut second = tokio::spawn(async move { other.snapshot(SnapshotRequest {}).await });
+    let early = tokio::time::timeout(Duration::from_millis(300), &mut second).await;
+    assert!(early.is_err(), "there were two");
+    drop(unread);
+    let second = tokio::time::timeout(Duration::from_secs(60), second).await;
+    let mut pieces = second.expect("the first is gone").unwrap().unwrap().into_inner();
+    while pieces.message().await.unwrap().is_some() {}
     server.stop().await;
 }
 

@@ -2,7 +2,7 @@ use vedetta_core::Revision;
 use vedetta_db::{ReadError, rusqlite};
 
 use crate::OpenError;
-use crate::load::{Meta, Unsound, load_index};
+use crate::load::{Meta, Unsound, load_index, load_leases};
 
 /// Reads every row of the store in `connection` and checks it, changing nothing; answers the newest
 /// revision. Works beside a running store.
@@ -11,9 +11,10 @@ pub fn check(connection: &rusqlite::Connection) -> Result<Revision, OpenError> {
     // One snapshot for all that is read.
     let snapshot = connection.unchecked_transaction().map_err(sql)?;
     let meta = Meta::read(&snapshot).map_err(sql)?;
-    match load_index(&snapshot, meta) {
-        Ok(index) => Ok(index.revision),
-        Err(Unsound::Rows(error)) => Err(error),
-        Err(Unsound::Sql(error)) => Err(sql(error)),
-    }
+    let index = load_index(&snapshot, meta).map_err(|unsound| match unsound {
+        Unsound::Rows(error) => error,
+        Unsound::Sql(error) => sql(error),
+    })?;
+    load_leases(&snapshot, &index, meta).map_err(sql)?;
+    Ok(index.revision)
 }

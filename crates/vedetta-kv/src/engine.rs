@@ -218,7 +218,7 @@ impl<'a> Engine<'a> {
     fn decide(&self, txn: &Txn, decisions: &mut VecDeque<bool>) -> Evaluated<()> {
         let mut held = true;
         for compare in &txn.when {
-            held = held && self.holds(compare)?;
+            held = held && holds(compare, &self.now(&compare.range)?);
         }
         decisions.push_back(held);
         for op in txn.branch(held) {
@@ -241,15 +241,6 @@ impl<'a> Engine<'a> {
             });
         }
         Ok(TxnDone { revision: self.pending.revision, held, replies })
-    }
-
-    fn holds(&self, compare: &Compare) -> Evaluated<bool> {
-        let keys = self.now(&compare.range)?;
-        Ok(if keys.is_empty() {
-            holds_for(compare, None)
-        } else {
-            keys.iter().all(|key| holds_for(compare, Some(key)))
-        })
     }
 
     pub(crate) fn has_lease(&self, id: LeaseId) -> bool {
@@ -319,6 +310,14 @@ impl<'a> Engine<'a> {
         self.file().prepare_cached("DELETE FROM lease WHERE id = ?1")?.execute([id.get()])?;
         Ok(())
     }
+}
+
+/// Whether a compare is true of the keys of its range.
+pub(crate) fn holds(compare: &Compare, keys: &[KeyValue]) -> bool {
+    if keys.is_empty() {
+        return holds_for(compare, None);
+    }
+    keys.iter().all(|key| holds_for(compare, Some(key)))
 }
 
 fn holds_for(compare: &Compare, key: Option<&KeyValue>) -> bool {

@@ -40,7 +40,7 @@ pub use request::{
     PutLease, PutValue, Range, Ranged, SortBy, Txn, TxnDone,
 };
 pub use source::StoreFeed;
-pub use store::{Limits, OpenError, Options, SCHEMA, Status, Store};
+pub use store::{Limits, OpenError, Options, SCHEMA, Snapshot, Status, Store};
 pub use update::{Update, WITH_DIRECTORY, Write};
 /// Why there is no copy of the store, and why the database could not store something (part of
 /// [`KvError`]); and what an update does to the disk, for [`Store::update`].

@@ -121,7 +121,7 @@ pub(crate) fn load(db: &Db) -> Result<Shared, OpenError> {
             Err(Unsound::Sql(error)) => return Err(error),
             Err(Unsound::Rows(error)) => return Ok(Err(error)),
         };
-        let leases = load_leases(connection, &index, meta.age_ms)?;
+        let leases = load_leases(connection, &index, meta)?;
         Ok(Ok(Shared {
             pending: Mutex::new(Pending::new(index.revision, index.compacted)),
             hub: Hub::new(index.revision),
@@ -216,7 +216,11 @@ impl Check {
     }
 }
 
-fn load_leases(connection: &Connection, index: &Index, age_ms: i64) -> rusqlite::Result<Leases> {
+pub(crate) fn load_leases(
+    connection: &Connection,
+    index: &Index,
+    meta: Meta,
+) -> rusqlite::Result<Leases> {
     let leases = Leases::default();
     let sql = "SELECT id, ttl_ms, deadline_ms, renewed, tree, checksum FROM lease";
     let mut select = connection.prepare(sql)?;
@@ -230,7 +234,7 @@ fn load_leases(connection: &Connection, index: &Index, age_ms: i64) -> rusqlite:
         let Some(id) = LeaseId::new(id) else { continue };
         let renewed = renewed != 0;
         // Of a renewed lease we know only that its holder lived: it gets its whole time again.
-        let left_ms = if renewed { ttl_ms } else { deadline_ms.saturating_sub(age_ms) };
+        let left_ms = if renewed { ttl_ms } else { deadline_ms.saturating_sub(meta.age_ms) };
         // The age noted last may be far behind: it is noted only while there are leases.
         let left_ms = left_ms.clamp(0, ttl_ms);
         let ms = |ms: i64| Duration::from_millis(ms.unsigned_abs());

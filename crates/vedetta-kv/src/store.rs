@@ -1,6 +1,7 @@
 //! The store as its users hold it.
 
 use std::fs::{self, File};
+use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -20,7 +21,9 @@ use crate::lease::{Leases, Renewal};
 use crate::load;
 use crate::pending::{LeaseChange, Pending};
 use crate::range;
-use crate::request::{Delete, Deleted, KvError, Op, Put, PutDone, Range, Ranged, Txn, TxnDone};
+use crate::request::{
+    Delete, Deleted, KvError, Op, OpReply, Put, PutDone, Range, Ranged, Txn, TxnDone,
+};
 use crate::watch::{Block, Hub};
 use crate::{Cause, LeaseId, LeaseInfo, WatchError, WatchOptions, Watcher};
 
@@ -35,8 +38,8 @@ pub const SCHEMA: Schema = Schema {
          CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT, WITHOUT ROWID;"],
 };
 
-/// A snapshot while it is made, beside the database.
-const SNAPSHOT: &str = "snapshot.db";
+/// A snapshot while it is made, beside the database: how the names of its files begin.
+const SNAPSHOT: &str = ".vedetta-snapshot";
 /// Keys a reader looks at before it lets the lock go for a moment.
 const CHUNK: usize = 512;
 /// Leases ended by one write.
@@ -152,11 +155,31 @@ pub struct Store {
     pub(crate) db: Db,
     pub(crate) options: Arc<Options>,
     sweeper: Sweeper,
-    /// Who has it makes one.
+    /// Who has it has the one that may be there.
     snapshots: Arc<tokio::sync::Mutex<()>>,
     /// Whether writes of this handle are refused when the queue is full.
     impatient: bool,
     threads: Arc<Threads>,
+}
+
+/// A copy of a store; its file has no name and is gone with it.
+#[derive(Debug)]
+pub struct Snapshot {
+    file: File,
+    _turn: tokio::sync::OwnedMutexGuard<()>,
+}
+
+impl Snapshot {
+    /// How many bytes there are to read.
+    pub fn size(&self) -> std::io::Result<u64> {
+        Ok(self.file.metadata()?.len())
+    }
+}
+
+impl Read for Snapshot {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        self.file.read(buffer)
+    }
 }
 
 #[derive(Default)]
@@ -171,7 +194,7 @@ impl Store {
 
     /// [`Store::open`] for a thread of one's own.
     pub fn open_blocking(db: Db, options: Options) -> Result<Self, OpenError> {
-        forget_snapshot(db.file())?;
+        forget_snapshots(db.file())?;
         let shared = Arc::new(load::load(&db)?);
         db.attach(Box::new(Publisher(Arc::clone(&shared))))?;
         let (sweeper, sweeping) =
@@ -216,19 +239,18 @@ impl Store {
         }
     }
 
-    /// A copy of the last commit's state, which [`vedetta_db::backup`] explains. The file has no name
-    /// and is gone once it is closed. One is made at a time, since each takes as much room as the store.
-    pub async fn snapshot(&self) -> Result<File, BackupError> {
+    /// A copy of the last commit's state, which [`vedetta_db::backup`] explains. There is one at a time, since
+    /// each takes as much room as the store: this waits until the one before is dropped.
+    pub async fn snapshot(&self) -> Result<Snapshot, BackupError> {
         let database = self.db.file().to_owned();
         let turn = Arc::clone(&self.snapshots).lock_owned().await;
         off_the_runtime(move || {
-            let _turn = turn;
             let target = database.with_file_name(SNAPSHOT);
-            forget_snapshot(&database)?;
+            forget_snapshots(&database)?;
             backup(&database, &target)?;
             let opened = File::open(&target);
             fs::remove_file(&target)?;
-            Ok(opened?)
+            Ok(Snapshot { file: opened?, _turn: turn })
         })
         .await
     }
@@ -265,38 +287,49 @@ impl Store {
     pub async fn range(&self, request: Range) -> Result<Ranged, KvError> {
         engine::check_range(&request.range)?;
         loop {
-            let gathered = self.gather(&request).await?;
-            let in_memory = gathered.found.iter().all(|found| matches!(found, Found::Here(_)));
-            let Gathered { found, count, at, revision } = gathered;
-            let keys = if in_memory {
-                Ok(range::all_here(found))
-            } else {
-                let read = self.db.read(move |c| Ok(range::fetch_all(found, c))).await;
-                read.map_err(|e| KvError::Unreadable(e.to_string()))?.map_err(KvError::from)
-            };
-            // Compaction may have passed while we read: then what is missing is not damage.
-            let oldest = self.shared.index.read().compacted;
-            if at >= oldest {
-                return Ok(range::finish(&request, keys?, count, revision));
-            }
-            if let Some(asked) = request.at {
-                return Err(KvError::Compacted { asked, oldest });
+            match self.range_as_of(&request, None).await {
+                Err(KvError::Compacted { .. }) if request.at.is_none() => {}
+                done => return done,
             }
         }
     }
 
+    /// Reads keys as if the store stood where it stood then: now, if nothing is said.
+    async fn range_as_of(
+        &self,
+        request: &Range,
+        then: Option<Revision>,
+    ) -> Result<Ranged, KvError> {
+        let gathered = self.gather(request, then).await?;
+        let in_memory = gathered.found.iter().all(|found| matches!(found, Found::Here(_)));
+        let Gathered { found, count, at, revision } = gathered;
+        let keys = if in_memory {
+            Ok(range::all_here(found))
+        } else {
+            let read = self.db.read(move |c| Ok(range::fetch_all(found, c))).await;
+            read.map_err(|e| KvError::Unreadable(e.to_string()))?.map_err(KvError::from)
+        };
+        // Compaction may have passed while we read: then what is missing is not damage.
+        let oldest = self.shared.index.read().compacted;
+        if at < oldest {
+            return Err(KvError::Compacted { asked: at, oldest });
+        }
+        Ok(range::finish(request, keys?, count, revision))
+    }
+
     /// Walks the index, a bounded number of keys at a time.
-    async fn gather(&self, request: &Range) -> Result<Gathered, KvError> {
+    async fn gather(&self, request: &Range, then: Option<Revision>) -> Result<Gathered, KvError> {
         let (at, revision) = {
             let index = self.shared.index.read();
-            let at = range::resolve(request.at, index.revision, index.compacted)?;
+            let revision = then.unwrap_or(index.revision);
+            let at = range::resolve(request.at, revision, index.compacted)?;
             if let KeyRange::One(key) = &request.range {
                 let mut found: Vec<_> = index.get_at(key, at).into_iter().collect();
                 let count = found.len();
                 found.truncate(range::enough(request));
-                return Ok(Gathered { found, count, at, revision: index.revision });
+                return Ok(Gathered { found, count, at, revision });
             }
-            (at, index.revision)
+            (at, revision)
         };
         let (mut found, mut count, mut from) = (Vec::new(), 0, None::<Box<[u8]>>);
         let enough = range::enough(request);
@@ -336,9 +369,19 @@ impl Store {
         self.reclaim(Uses::Memory, move |engine| engine.delete(&delete)).await
     }
 
-    /// Does a transaction.
+    /// Does a transaction. One that could change nothing is read like a range, without the writer.
     pub async fn txn(&self, txn: Txn) -> Result<TxnDone, KvError> {
         engine::check_txn(&txn, &self.options.limits)?;
+        if only_reads(&txn) {
+            loop {
+                let now = self.revision();
+                match self.read_txn(&txn, now).await {
+                    // Compaction has passed it.
+                    Err(KvError::Compacted { oldest, .. }) if oldest > now => {}
+                    done => return done,
+                }
+            }
+        }
         self.check_queue()?;
         let uses = if reads_the_past(&txn) { Uses::File } else { Uses::Memory };
         if stores(&txn) {
@@ -347,6 +390,24 @@ impl Store {
             return self.evaluate(Purpose::Store, uses, txn).await;
         }
         self.reclaim(uses, move |engine| engine.txn(&txn)).await
+    }
+
+    /// All of it sees the store as it was at one revision.
+    async fn read_txn(&self, txn: &Txn, at: Revision) -> Result<TxnDone, KvError> {
+        let mut held = true;
+        for compare in &txn.when {
+            let range = Range::new(compare.range.clone());
+            held = held && engine::holds(compare, &self.range_as_of(&range, Some(at)).await?.keys);
+        }
+        let mut replies = Vec::new();
+        for op in txn.branch(held) {
+            replies.push(match op {
+                Op::Range(range) => OpReply::Range(self.range_as_of(range, Some(at)).await?),
+                Op::Txn(txn) => OpReply::Txn(Box::pin(self.read_txn(txn, at)).await?),
+                Op::Put(_) | Op::Delete(_) => unreachable!("it only reads"),
+            });
+        }
+        Ok(TxnDone { revision: at, held, replies })
     }
 
     /// Forgets what was before `revision`: it becomes the oldest that can be read or watched from.
@@ -518,12 +579,13 @@ impl Store {
     }
 }
 
-/// Removes a snapshot that a crash left behind.
-fn forget_snapshot(database: &Path) -> std::io::Result<()> {
-    for name in [SNAPSHOT.to_owned(), format!("{SNAPSHOT}.partial")] {
-        match fs::remove_file(database.with_file_name(name)) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
-            _ => {}
+/// Removes what a crash left behind of snapshots.
+fn forget_snapshots(database: &Path) -> std::io::Result<()> {
+    let folder = database.parent().filter(|folder| !folder.as_os_str().is_empty());
+    for entry in fs::read_dir(folder.unwrap_or(Path::new(".")))? {
+        let entry = entry?;
+        if entry.file_name().as_encoded_bytes().starts_with(SNAPSHOT.as_bytes()) {
+            fs::remove_file(entry.path())?;
         }
     }
     Ok(())
@@ -551,6 +613,15 @@ fn stores(txn: &Txn) -> bool {
         Op::Put(_) => true,
         Op::Txn(txn) => stores(txn),
         Op::Range(_) | Op::Delete(_) => false,
+    })
+}
+
+/// Whether no branch puts or deletes.
+fn only_reads(txn: &Txn) -> bool {
+    txn.then.iter().chain(&txn.otherwise).all(|op| match op {
+        Op::Range(_) => true,
+        Op::Txn(txn) => only_reads(txn),
+        Op::Put(_) | Op::Delete(_) => false,
     })
 }
 

@@ -1,6 +1,7 @@
 //! Starting on a backup.
 
 use std::path::Path;
+use std::time::Duration;
 
 use vedetta_core::{KeyRange, Revision};
 use vedetta_db::Db;
@@ -65,4 +66,41 @@ async fn a_backup_of_a_restored_store_can_be_restored_too() {
     let reopened = open(third.path()).await;
     assert_eq!(reopened.range(Range::new(KeyRange::all())).await.unwrap().count, 8);
     reopened.close().await;
+}
+
+#[tokio::test]
+async fn files_of_others_beside_the_store_stay_and_what_a_crash_left_goes() {
+    let folder = tempfile::tempdir().unwrap();
+    let beside = ["snapshot.db", "snapshot.db.partial", "vedetta-snapshot"];
+    for name in beside {
+        std::fs::write(folder.path().join(name), "precious").unwrap();
+    }
+    let left = folder.path().join(".vedetta-snapshot.1-2.partial");
+    std::fs::write(&left, "half a copy").unwrap();
+    let store = open(folder.path()).await;
+    assert!(!left.exists());
+    std::fs::write(&left, "half a copy").unwrap();
+    drop(store.snapshot().await.unwrap());
+    assert!(!left.exists());
+    store.close().await;
+    for name in beside {
+        assert_eq!(std::fs::read(folder.path().join(name)).unwrap(), b"precious", "{name}");
+    }
+}
+
+#[tokio::test]
+async fn there_is_one_snapshot_at_a_time() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = open(folder.path()).await;
+    let first = store.snapshot().await.unwrap();
+    let mut second = tokio::spawn({
+        let store = store.clone();
+        async move { store.snapshot().await }
+    });
+    let early = tokio::time::timeout(Duration::from_millis(100), &mut second).await;
+    assert!(early.is_err(), "there were two");
+    drop(first);
+    let second = tokio::time::timeout(Duration::from_secs(60), second).await;
+    second.expect("the first is gone").unwrap().unwrap();
+    store.close().await;
 }

@@ -92,6 +92,25 @@ fn a_flipped_bit_in_a_value_is_found() {
 }
 
 #[test]
+fn a_flipped_bit_in_a_lease_is_found() {
+    let folder = temp();
+    let server = Server::start(folder.path());
+    server.done(&["lease", "grant", "600s"]);
+    server.stop();
+    let file = rusqlite::Connection::open(settle(folder.path())).unwrap();
+    let flipped = file.execute("UPDATE lease SET ttl_ms = ttl_ms + 1", []).unwrap();
+    drop(file);
+    assert_eq!(flipped, 1);
+    let (ran, state, detail) = doctor(folder.path(), "database");
+    assert_eq!((ran.code, state.as_str()), (1, "broken"), "{ran:?}");
+    assert!(detail.contains("the row of a lease is damaged"), "{detail}");
+
+    let refused = run(folder.path(), &["up", "--http", "127.0.0.1:0"]);
+    assert_eq!(refused.code, 1, "{refused:?}");
+    assert!(refused.err.contains("the row of a lease is damaged"), "{refused:?}");
+}
+
+#[test]
 fn a_log_whose_middle_is_damaged_is_found() {
     let folder = temp();
     let server = Server::start(folder.path());

@@ -1,6 +1,5 @@
 //! Looking after the store, and the parts of a cluster that a single server has.
 
-use std::fs::File;
 use std::io::{self, Read as _};
 
 use bytes::Bytes;
@@ -8,7 +7,7 @@ use futures_util::stream;
 use sha2::{Digest as _, Sha256};
 use tonic::{Request, Response, Status};
 use vedetta_core::{KeyRange, Revision};
-use vedetta_kv::{LeaseId, Range};
+use vedetta_kv::{LeaseId, Range, Snapshot};
 
 use super::lease::Answers;
 use super::proto::alarm_request::AlarmAction;
@@ -109,7 +108,7 @@ impl Maintenance for Api {
         _: Request<proto::SnapshotRequest>,
     ) -> Result<Response<Self::SnapshotStream>, Status> {
         let file = self.store().snapshot().await.map_err(|error| internal(&error))?;
-        let left = file.metadata().map_err(|error| internal(&error))?.len();
+        let left = file.size().map_err(|error| internal(&error))?;
         let start = Some(Sending { file, left, hash: Sha256::new() });
         let pieces = stream::try_unfold(start, |state| async move {
             let Some(state) = state else { return Ok(None) };
@@ -123,7 +122,7 @@ impl Maintenance for Api {
 
 /// A snapshot on its way; after it goes its SHA-256, by which clients know it whole.
 struct Sending {
-    file: File,
+    file: Snapshot,
     left: u64,
     hash: Sha256,
 }

@@ -86,6 +86,8 @@ pub(crate) struct Session {
 
 struct Asked {
     at: Revision,
+    /// How many answers are owed; as etcd does, each request gets its own.
+    times: u64,
     again: Pin<Box<Sleep>>,
 }
 
@@ -180,8 +182,9 @@ impl Session {
             Some(RequestUnion::CreateRequest(create)) => self.create(&create, now),
             Some(RequestUnion::CancelRequest(cancel)) => self.cancel(cancel.watch_id, now),
             Some(RequestUnion::ProgressRequest(_)) => {
-                self.asked =
-                    Some(Asked { at: now, again: Box::pin(tokio::time::sleep(LOOK_AGAIN)) });
+                let times = self.asked.take().map_or(0, |asked| asked.times) + 1;
+                let again = Box::pin(tokio::time::sleep(LOOK_AGAIN));
+                self.asked = Some(Asked { at: now, times, again });
                 self.tell_progress();
             }
             None => {}
@@ -322,13 +325,17 @@ impl Session {
         }
     }
 
-    /// Answers who asked for progress, once nobody is owed anything up to there.
+    /// Answers who asked for progress, once nobody is owed anything up to there. Who asked more than once meanwhile
+    /// gets the other answers when it is looked at again, so that they do not pile up here.
     fn tell_progress(&mut self) {
-        let Some(asked) = &self.asked else { return };
+        let Some(asked) = &mut self.asked else { return };
         let watches = self.watches.values();
         let done = watches.map(|watched| watched.watcher.progress()).min().unwrap_or(asked.at);
         if done >= asked.at {
-            self.asked = None;
+            asked.times -= 1;
+            if asked.times == 0 {
+                self.asked = None;
+            }
             let answer = self.answer(done, NO_WATCH);
             self.ready.push_back(answer);
         }

@@ -47,15 +47,26 @@ impl Difference {
 
 const V2: &[Difference] = &[
     Difference {
-        name: "a recursive delete of a watched file",
-        lines: "w: GET ~/b?wait=true&recursive=true&stream=true
+        name: "a delete of a watched file or directory",
+        lines: "w: GET ~/b?wait=true&stream=true
             PUT ~/b | value=one
             PUT ~/b | value=two
-            DELETE ~/b?recursive=true
+            DELETE ~/b
             PUT ~/b | value=end
             w~end\"",
         etcd: "\"createdIndex\":+2}}\n{\"action\":\"delete\"",
         ours: "\"createdIndex\":+2}}\n{\"action\":\"set\"",
+    },
+    Difference {
+        name: "a delete of a watched file or directory",
+        lines: "w: GET ~/b?wait=true&recursive=true&stream=true
+            PUT ~/b/one | value=one
+            PUT ~/b/two | value=two
+            DELETE ~/b?recursive=true
+            PUT ~/b/three | value=end
+            w~end\"",
+        etcd: "\"createdIndex\":+1}}\n{\"action\":\"delete\"",
+        ours: "\"createdIndex\":+1}}\n{\"action\":\"set\"",
     },
     Difference {
         name: "hidden nodes in history",
@@ -208,6 +219,7 @@ async fn the_differences_are_those_that_are_documented() {
         raft_index(&servers).await,
         http2(&servers).await,
         what_is_no_http(&servers).await,
+        words_about_json(&servers).await,
     ]);
     shown.extend(a_burst_of_events(&servers).await);
     shown.push(hashes(&servers).await);
@@ -387,6 +399,19 @@ async fn what_is_no_http(servers: &Servers) -> Name {
     "what is no HTTP"
 }
 
+async fn words_about_json(servers: &Servers) -> Name {
+    let [etcd, ours] = servers.addresses();
+    let [etcd, ours] = join_all(
+        [etcd, ours].map(|address| json(address, "POST", "/v3/kv/range", "{\"key\":nonsense}")),
+    )
+    .await
+    .try_into()
+    .expect("two were asked");
+    assert_eq!((&etcd["code"], &ours["code"]), (&Json::from(3), &Json::from(3)));
+    assert_ne!(etcd["error"], ours["error"]);
+    "words about JSON that cannot be read"
+}
+
 /// Keys that end together: there, whoever watches them is dropped when a hundred are unread.
 async fn a_burst_of_events(servers: &Servers) -> [Name; 2] {
     const KEYS: usize = 1_000;
@@ -514,11 +539,13 @@ async fn a_time_to_live_ends_at_its_time() {
         let bytes = http::request(ours.address, "GET", &target, None, b"");
         let mut wait = Connection::open(ours.address).await.unwrap();
         let target = format!("/v2/keys/soon/{number}");
+        let put = Instant::now();
         ask(ours.address, "PUT", &target, "value=1&ttl=1").await;
         let ends = Instant::now() + Duration::from_secs(1);
         assert_eq!(soon("a wait", wait.begin(&bytes)).await.unwrap().status, 200);
         let event = soon("it ends", wait.chunk()).await.unwrap().expect("an event");
         assert!(String::from_utf8_lossy(&event).contains("\"expire\""));
+        assert!(put.elapsed() >= Duration::from_secs(1), "it ended early");
         Instant::now().saturating_duration_since(ends)
     };
     let (first, second, third, last) = tokio::join!(late(1), late(2), late(3), late(4));

@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 use bytes::{Buf, BufMut, Bytes};
 use futures_util::stream;
 use prost::Message as _;
-use prost_reflect::{DescriptorPool, DynamicMessage, MessageDescriptor};
+use prost_reflect::{DescriptorPool, DynamicMessage, MessageDescriptor, Value};
 use tokio::sync::mpsc;
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 use tonic::codegen::http::uri::PathAndQuery;
@@ -32,6 +32,15 @@ fn call(path: &str) -> (MessageDescriptor, MessageDescriptor) {
     let method = service.and_then(|service| service.methods().find(|known| known.name() == method));
     let method = method.unwrap_or_else(|| panic!("no call {path}"));
     (method.input(), method.output())
+}
+
+/// A step of a transaction that reads a key.
+pub(crate) fn reading(key: &str) -> Value {
+    let mut range = DynamicMessage::new(message("RangeRequest"));
+    range.set_field_by_name("key", Value::Bytes(key.to_owned().into()));
+    let mut op = DynamicMessage::new(message("RequestOp"));
+    op.set_field_by_name("request_range", Value::Message(range));
+    Value::Message(op)
 }
 
 /// An empty request of a call.

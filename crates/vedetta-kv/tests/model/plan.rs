@@ -157,7 +157,7 @@ pub(crate) fn steps() -> impl Strategy<Value = Vec<Step>> {
 fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         45 => write().prop_map(Step::Write),
-        7 => vec(write(), 2..8).prop_map(Step::Together),
+        7 => vec(write().prop_filter("it waits in line", waits), 2..8).prop_map(Step::Together),
         14 => range().prop_map(Step::Range),
         3 => lease().prop_map(Step::KeepAlive),
         3 => vec(brief_put(), 0..4).prop_map(Step::Expire),
@@ -167,6 +167,18 @@ fn step() -> impl Strategy<Value = Step> {
         2 => (0..SLOTS).prop_map(|slot| Step::Unwatch { slot }),
         2 => Just(Step::Restart),
     ]
+}
+
+/// Whether it needs the writer.
+fn waits(write: &Write) -> bool {
+    fn changes(txn: &Txn) -> bool {
+        txn.then.iter().chain(&txn.otherwise).any(|op| match op {
+            Op::Put(_) | Op::Delete(_) => true,
+            Op::Range(_) => false,
+            Op::Txn(txn) => changes(txn),
+        })
+    }
+    !matches!(write, Write::Txn(txn) if !changes(txn))
 }
 
 fn write() -> impl Strategy<Value = Write> {
