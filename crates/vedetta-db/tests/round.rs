@@ -52,7 +52,7 @@ async fn a_lone_write_is_done_by_who_waits_for_it() {
     })
     .await
     .unwrap();
-    assert_eq!(numbers(&db).await, Vec::from_iter(0..10));
+    assert_eq!(numbers(&db).await, (0..10).collect::<Vec<_>>());
     close(&db).await;
     assert!(matches!(in_a_round(&db, 10).await.0, Err(WriteError::Lost(CommitError::Closed))));
 }
@@ -72,8 +72,9 @@ async fn writes_of_a_round_that_ends_without_help_are_done_by_the_writers() {
     let mut asked: Vec<_> = (0..3).map(|n| Box::pin(write(db.clone(), n))).collect();
     poll_fn(|cx| {
         let _round = db.round();
-        let first = asked.iter_mut().map(|asked| asked.as_mut().poll(cx));
-        assert!(first.fold(true, |all, each| all && each.is_pending()), "they only gather");
+        for asked in &mut asked {
+            assert!(asked.as_mut().poll(cx).is_pending(), "they only gather");
+        }
         Poll::Ready(())
     })
     .await;
@@ -122,7 +123,7 @@ async fn of_many_who_help_and_many_who_do_not_everybody_is_answered() {
     while let Some(done) = tasks.join_next().await {
         done.unwrap();
     }
-    assert_eq!(numbers(&db).await, Vec::from_iter(0..8 * EACH));
+    assert_eq!(numbers(&db).await, (0..8 * EACH).collect::<Vec<_>>());
 }
 
 /// Has whoever commits die once it is told to.
