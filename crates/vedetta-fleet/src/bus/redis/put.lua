@@ -38,7 +38,8 @@ if state == 'requested' then
         redis.call('LREM', KEYS[1], 0, old)
         redis.call('HSET', prefix .. 'record:' .. old, 'state', 'replaced')
     end
-    redis.call('SET', prefix .. 'command:' .. id, value, 'PX', ttl)
+    -- At the time that its record says, by the same clock; Redis takes a key away when its time is past.
+    redis.call('SET', prefix .. 'command:' .. id, value, 'PXAT', string.format('%.0f', now + ttl - 1))
     redis.call('RPUSH', KEYS[1], id)
     if redis.call('PTTL', KEYS[1]) < ttl then
         redis.call('PEXPIRE', KEYS[1], ttl)
