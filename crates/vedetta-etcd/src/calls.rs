@@ -33,7 +33,8 @@ impl<F: Future<Output = ()> + Send + 'static> Executor<F> for Begun {
     }
 }
 
-/// Wakes the connection's task for its calls, unless that is just looking at them.
+/// Wakes the task of a connection and its calls, unless that is just looking at them: a call that is answered there wakes
+/// its connection, too.
 #[derive(Default)]
 struct Bell {
     task: AtomicWaker,
@@ -42,7 +43,7 @@ struct Bell {
 
 /// The task sleeps.
 const ASLEEP: u8 = 0;
-/// It looks at its calls.
+/// It looks at them.
 const AWAKE: u8 = 1;
 /// It has to look once more.
 const RUNG: u8 = 2;
@@ -53,7 +54,7 @@ impl Bell {
         self.standing.store(AWAKE, Ordering::Release);
     }
 
-    /// Whether the task may sleep: none of its calls has woken it meanwhile.
+    /// Whether the task may sleep: nothing has woken it meanwhile.
     fn is_over(&self) -> bool {
         let over =
             self.standing.compare_exchange(AWAKE, ASLEEP, Ordering::AcqRel, Ordering::Acquire);
@@ -97,10 +98,10 @@ impl Calls {
             let round = store.round();
             self.bell.begin(cx.waker());
             loop {
-                let mut calls = Context::from_waker(&woken);
-                while let Poll::Ready(Some(())) = self.running.poll_next_unpin(&mut calls) {}
+                let mut here = Context::from_waker(&woken);
+                while let Poll::Ready(Some(())) = self.running.poll_next_unpin(&mut here) {}
                 // Sends what they answered.
-                if connection.as_mut().poll(cx).is_ready() {
+                if connection.as_mut().poll(&mut here).is_ready() {
                     return Poll::Ready(());
                 }
                 let begun = std::mem::take(&mut *self.begun.0.lock());
@@ -114,7 +115,7 @@ impl Calls {
                 if self.bell.is_over() {
                     return Poll::Pending;
                 }
-                // Calls then wake it again and again without getting on, until others had their turn.
+                // They then wake it again and again without getting on, until others had their turn.
                 if !tokio::task::coop::has_budget_remaining() {
                     cx.waker().wake_by_ref();
                     return Poll::Pending;
