@@ -11,6 +11,7 @@ let waiting = new Map();
 let drawing = false;
 let paused = false;
 let lost = null;
+let met = false; // it was live once
 let signedOut = false;
 
 export function on(event, handler) {
@@ -19,15 +20,17 @@ export function on(event, handler) {
 
 function say() {
   const state = signedOut ? "signed out" : lost === null ? (paused ? "paused" : "live") : "waiting";
+  const late = lost !== null && Date.now() - lost > 5000;
+  if (lost === null) met = true;
   line.hidden = false;
   line.dataset.state = state;
   line.textContent = {
     live: "live",
     paused: `paused, ${waiting.size} waiting`,
-    waiting: "no connection, trying again",
+    waiting: met || late ? "no connection, trying again" : "connecting",
     "signed out": "signed out: load the page again to sign in",
   }[state];
-  document.body.classList.toggle("stale", lost !== null && Date.now() - lost > 5000);
+  document.body.classList.toggle("stale", late);
 }
 
 function draw() {
