@@ -103,6 +103,16 @@ impl Clock {
         self.now().saturating_add(Self::millis(delay))
     }
 
+    /// How long it is until then; nothing if it is. Not in whole milliseconds, as a difference of two times is.
+    pub fn until(&self, at: i64) -> Duration {
+        let Ok(whole @ 1..) = u64::try_from(at.saturating_sub(self.wall)) else {
+            return Duration::ZERO;
+        };
+        // Rounded up, a millisecond begins when the one before it is over.
+        let begins = Duration::from_millis(whole - 1) + Duration::from_nanos(1);
+        begins.saturating_sub(self.started.elapsed())
+    }
+
     /// How it stores a time.
     pub fn at(time: SystemTime) -> i64 {
         match time.duration_since(SystemTime::UNIX_EPOCH) {
@@ -136,6 +146,27 @@ impl Clock {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_time_until_a_millisecond_is_over_when_it_begins() {
+        let started = Instant::now().checked_sub(Duration::from_micros(2_700)).unwrap();
+        let clock = Clock { wall: 1_000, started };
+        assert!(clock.now() >= 1_003);
+        for over in [i64::MIN, 0, 1_000, 1_002, 1_003] {
+            assert_eq!(clock.until(over), Duration::ZERO, "{over}");
+        }
+        let hour = clock.until(1_000 + 3_600_000);
+        // It began 2.7 ms ago, and a millisecond begins when the one before it is over.
+        let most = Duration::from_millis(3_600_000 - 1) - Duration::from_micros(2_699);
+        assert!(hour < most && hour + Duration::from_secs(60) > most, "{hour:?}");
+        assert!(clock.until(i64::MAX) > 1_000_000 * hour);
+
+        let next = clock.now() + 2;
+        let left = clock.until(next);
+        assert!(left <= Duration::from_millis(2), "{left:?}");
+        std::thread::sleep(left);
+        assert!(clock.now() >= next && clock.until(next).is_zero());
+    }
 
     #[test]
     fn a_clock_that_was_set_back_goes_on_until_the_machine_is_restarted_and_a_steady_one_either_way()

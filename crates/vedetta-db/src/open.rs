@@ -353,7 +353,8 @@ impl Db {
         self.inner.queue.send_blocking(Message::Attach(mirror))
     }
 
-    /// Bytes in use in the file, free pages not counted; as of the last commit.
+    /// Bytes in use in the file, free pages not counted; as of a commit not long ago: single rows are counted when there
+    /// are 64 KiB of them.
     pub fn size(&self) -> u64 {
         self.inner.size.load(Ordering::Relaxed)
     }

@@ -30,6 +30,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 use rusqlite::{Connection, ErrorCode};
@@ -46,6 +47,12 @@ use crate::wal::{Checkpoints, WalKeeper, is_failed_fsync};
 /// So many writes are run in no time: what comes while they are committed may wait for its turn, and the other
 /// thread need not be woken for it.
 const FEW: usize = 4;
+
+/// Bytes that single statements may write before it is looked again at how many are in use.
+const UNMEASURED: usize = 64 << 10;
+
+/// A task may keep its thread for so long: less than a timer of the runtime is late.
+const SWIFT: Duration = Duration::from_micros(500);
 
 /// What a write does to the disk, which decides whether it may run when the disk is full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -157,7 +164,32 @@ impl Deref for Tx<'_> {
 }
 
 /// What is to be written for a batch, before its commit.
-pub type Rows = Box<dyn FnOnce(&Connection) -> rusqlite::Result<()> + Send>;
+pub struct Rows {
+    /// How many statements that takes.
+    statements: usize,
+    /// About how many bytes.
+    bytes: usize,
+    write: Box<Write>,
+}
+
+type Write = dyn FnOnce(&Connection) -> rusqlite::Result<()> + Send;
+
+impl Rows {
+    /// Exactly so many statements, for about so many bytes. With none it neither writes nor fails: a single statement of
+    /// a batch is committed by itself.
+    pub fn new(
+        statements: usize,
+        bytes: usize,
+        write: impl FnOnce(&Connection) -> rusqlite::Result<()> + Send + 'static,
+    ) -> Self {
+        Self { statements, bytes, write: Box::new(write) }
+    }
+
+    /// Nothing is to be written.
+    pub fn none() -> Self {
+        Self::new(0, 0, |_| Ok(()))
+    }
+}
 
 /// State in memory that must move in step with the file.
 ///
@@ -339,6 +371,8 @@ pub(crate) struct Writer {
     batch_limit: usize,
     /// The last batch was one write: there are not many who write.
     is_quiet: AtomicBool,
+    /// What the slowest of the last commits took, in µs; it fades.
+    lately: AtomicU64,
     /// A planted bug, for the torture suite: answer before the commit.
     answer_early: bool,
     /// Another: one lazy write makes its batch lazy.
@@ -410,8 +444,8 @@ impl<'d> Round<'d> {
     }
 
     /// Does the writes that have gathered on this thread, if nobody else is about to and hardly anybody writes, and tells
-    /// whether it did. That takes as long as the disk does; the runtime's other tasks go on elsewhere, so where they cannot
-    /// it does nothing.
+    /// whether it did. That takes as long as the disk does. Where that is longer than a task may keep its thread, the runtime's
+    /// other tasks go on elsewhere; where they cannot it does nothing.
     pub fn help(&self) -> bool {
         let may_block = || {
             let runtime = tokio::runtime::Handle::try_current();
@@ -425,7 +459,11 @@ impl<'d> Round<'d> {
             return false;
         }
         DEFERRED.set(Some((std::ptr::from_ref(self.bell), false)));
-        tokio::task::block_in_place(|| writer.help());
+        if Duration::from_micros(writer.lately.load(Ordering::Relaxed)) < SWIFT {
+            writer.help();
+        } else {
+            tokio::task::block_in_place(|| writer.help());
+        }
         true
     }
 }
@@ -467,6 +505,10 @@ pub(crate) struct File {
     unsynced: bool,
     /// The file has the mark [`UNSYNCED`].
     marked: bool,
+    /// Bytes in use when last looked at.
+    size: u64,
+    /// About how many were written since.
+    unmeasured: usize,
 }
 
 /// A batch's turn with the file: taken by the first closure that wants it, at the latest for the commit.
@@ -587,6 +629,8 @@ impl File {
             changes: Cell::new(0),
             unsynced: false,
             marked: false,
+            size: 0,
+            unmeasured: 0,
         }
     }
 
@@ -595,6 +639,13 @@ impl File {
         if !self.connection.is_autocommit() {
             return Ok(());
         }
+        self.prepare(durability)?;
+        self.changes.set(self.connection.total_changes());
+        run(&self.connection, "BEGIN IMMEDIATE")
+    }
+
+    /// Sees to how the next transaction will be committed.
+    fn prepare(&self, durability: Durability) -> rusqlite::Result<()> {
         if self.set_to.get() != durability {
             let synchronous = match durability {
                 Durability::Synced => self.synchronous,
@@ -603,17 +654,29 @@ impl File {
             self.connection.pragma_update(None, "synchronous", synchronous)?;
             self.set_to.set(durability);
         }
-        if let Some(sql) = self.before {
-            run(&self.connection, sql)?;
-        }
-        self.changes.set(self.connection.total_changes());
-        run(&self.connection, "BEGIN IMMEDIATE")
+        self.before.map_or(Ok(()), |sql| run(&self.connection, sql))
     }
 
-    /// Writes the rows of a batch and commits it. How many bytes are in use then.
+    /// Writes the rows of a batch and commits it. How many bytes are in use then, or were not long before.
     fn commit(&mut self, durability: Durability, rows: Vec<Rows>) -> rusqlite::Result<u64> {
+        let unmeasured = self.unmeasured + rows.iter().map(|rows| rows.bytes).sum::<usize>();
+        let is_one = rows.iter().map(|rows| rows.statements).sum::<usize>() == 1;
+        let mut rows = rows.into_iter().map(|rows| rows.write);
+        // A statement is a transaction by itself.
+        if is_one
+            && unmeasured <= UNMEASURED
+            && durability == Durability::Synced
+            && !(self.unsynced || self.marked)
+            && self.connection.is_autocommit()
+        {
+            self.prepare(durability)?;
+            failpoint("db.before_commit");
+            rows.try_for_each(|write| write(&self.connection))?;
+            self.unmeasured = unmeasured;
+            return Ok(self.size);
+        }
         self.begin(durability)?;
-        rows.into_iter().try_for_each(|rows| rows(&self.connection))?;
+        rows.try_for_each(|write| write(&self.connection))?;
         // One that is synced takes what it saw along, even if it has changed nothing itself.
         let writes = durability == Durability::Synced
             || self.connection.total_changes() != self.changes.get();
@@ -628,6 +691,7 @@ impl File {
         if writes {
             (self.marked, self.unsynced) = (self.unsynced, durability == Durability::Lazy);
         }
+        (self.size, self.unmeasured) = (size, 0);
         Ok(size)
     }
 
@@ -741,12 +805,16 @@ impl Writer {
             size,
             batch_limit: options.batch,
             is_quiet: AtomicBool::new(true),
+            // Not known yet.
+            lately: AtomicU64::new(1_000_000),
             answer_early: options.torture.answer_early,
             share_lazily: options.torture.share_lazily,
             _held: held,
         };
-        if let Ok(size) = writer.file.lock().measure() {
-            writer.size.store(size, Ordering::Relaxed);
+        {
+            let mut file = writer.file.lock();
+            file.size = file.measure().unwrap_or(0);
+            writer.size.store(file.size, Ordering::Relaxed);
         }
         Ok(writer)
     }
@@ -898,7 +966,10 @@ impl Writer {
         if self.answer_early {
             std::mem::take(&mut batch).answer(&Ok(()));
         }
-        match file.commit(durability, rows) {
+        let began = Instant::now();
+        let committed = file.commit(durability, rows);
+        self.took(began.elapsed());
+        match committed {
             Ok(size) => self.size.store(size, Ordering::Relaxed),
             Err(error) => {
                 let lost = self.classify(&mut file, error, batch.purpose());
@@ -915,6 +986,13 @@ impl Writer {
         failpoint("db.published");
         batch.answer(&Ok(()));
         desk
+    }
+
+    /// Notes how long a commit took.
+    fn took(&self, time: Duration) {
+        let time = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        let lately = self.lately.load(Ordering::Relaxed);
+        self.lately.store(time.max(lately - lately / 32), Ordering::Relaxed);
     }
 
     /// How to commit a batch of what waits: a write that must reach the disk takes the others along.

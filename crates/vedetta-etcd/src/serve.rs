@@ -188,9 +188,15 @@ impl Server {
             () = stop.cancelled() => return,
         };
         match begun {
-            Ok(Some((Wire::Plain(stream), true))) => self.http2(stream, local).await,
+            Ok(Some((Wire::Plain(mut stream), true))) => {
+                stream.is_always_read();
+                self.http2(stream, local).await;
+            }
+            Ok(Some((Wire::Tls(mut stream), true))) => {
+                stream.get_mut().0.is_always_read();
+                self.http2(stream, local).await;
+            }
             Ok(Some((Wire::Plain(stream), false))) => self.http1(stream, local).await,
-            Ok(Some((Wire::Tls(stream), true))) => self.http2(stream, local).await,
             Ok(Some((Wire::Tls(stream), false))) => self.http1(stream, local).await,
             Ok(None) | Err(_) => {}
         }

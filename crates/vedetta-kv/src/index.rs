@@ -6,12 +6,14 @@
 //! compacted at 8: at 8 the key is gone, so nothing older stays   older []         head: the value of 9
 //! ```
 
-use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, HashMap};
 use std::hash::BuildHasher as _;
 use std::ops::Bound;
 
 use bytes::Bytes;
 use hashbrown::{DefaultHashBuilder, HashTable};
+use parking_lot::Mutex;
 use slab::Slab;
 use vedetta_core::{KeyRange, Revision};
 
@@ -33,12 +35,61 @@ pub(crate) struct Index {
     /// Those that only have a history. Apart, so that nobody who asks for the present walks over them.
     gone: BTreeMap<Box<[u8]>, usize>,
     hasher: DefaultHashBuilder,
+    walks: Mutex<Walks>,
     /// How many keys exist now.
     pub(crate) existing: usize,
     /// The newest revision published.
     pub(crate) revision: Revision,
     /// The oldest revision that can be read or watched from.
     pub(crate) compacted: Revision,
+}
+
+/// Those who read the present a part at a time, and the values that were replaced before they came there.
+#[derive(Debug, Default)]
+struct Walks {
+    /// By the revision that they see.
+    seeing: BTreeMap<Revision, Seeing>,
+    /// What they may still come to, by the key's place and the revision of the value.
+    replaced: HashMap<(usize, Revision), KeyValue>,
+}
+
+#[derive(Debug, Default)]
+struct Seeing {
+    walks: usize,
+    /// What these may come to, and none that began later.
+    kept: Vec<(usize, Revision)>,
+}
+
+impl Walks {
+    /// Keeps a value that is replaced, if somebody may come to it.
+    fn keep(&mut self, place: usize, value: &KeyValue) {
+        let Some(mut newest) = self.seeing.last_entry() else { return };
+        if value.modified() <= *newest.key() {
+            let what = (place, value.modified());
+            self.replaced.insert(what, value.clone());
+            newest.get_mut().kept.push(what);
+        }
+    }
+
+    /// One that sees `at` has ended. Returns what nobody can come to any more.
+    fn end(&mut self, at: Revision) -> Vec<KeyValue> {
+        let Entry::Occupied(mut seeing) = self.seeing.entry(at) else { return Vec::new() };
+        seeing.get_mut().walks -= 1;
+        if seeing.get().walks > 0 {
+            return Vec::new();
+        }
+        let mut done = Vec::new();
+        for what in seeing.remove().kept {
+            match self.seeing.range_mut(what.1..at).next_back() {
+                Some((_, older)) => older.kept.push(what),
+                None => done.extend(self.replaced.remove(&what)),
+            }
+        }
+        if self.replaced.is_empty() {
+            self.replaced = HashMap::new();
+        }
+        done
+    }
 }
 
 /// The life of one key.
@@ -149,7 +200,15 @@ impl Index {
 
     /// The key as of revision `at`.
     pub(crate) fn get_at(&self, key: &[u8], at: Revision) -> Option<Found> {
-        self.chain(key)?.at(at)
+        self.found(self.place(key, None)?, at)
+    }
+
+    /// The key at a place as of revision `at`.
+    fn found(&self, place: usize, at: Revision) -> Option<Found> {
+        let found = self.chains[place].at(at)?;
+        let Found::InRow(_, revision) = &found else { return Some(found) };
+        let kept = self.walks.lock().replaced.get(&(place, *revision)).cloned();
+        Some(kept.map_or(found, Found::Here))
     }
 
     /// Makes an event part of the state.
@@ -186,8 +245,12 @@ impl Index {
         self.existing += usize::from(event.now().is_some());
         if let Some(place) = self.place(event.key(), guess) {
             let chain = &mut self.chains[place];
-            let existed = chain.now().is_some();
-            self.existing -= usize::from(existed);
+            let replaced = chain.now();
+            if let Some(replaced) = replaced {
+                self.existing -= 1;
+                self.walks.get_mut().keep(place, replaced);
+            }
+            let existed = replaced.is_some();
             chain.push(event);
             return (place, Some(existed));
         }
@@ -225,10 +288,23 @@ impl Index {
             }
             let chain = &self.chains[place];
             if chain.exists_at(at) {
-                visit(Visit { key, chain, at });
+                visit(Visit { index: self, key, place, at });
             }
         }
         None
+    }
+
+    /// Has what is replaced from now on kept in memory for one who reads the present a part at a time.
+    /// [`Index::end_walk`] must follow.
+    pub(crate) fn begin_walk(&self) -> Revision {
+        self.walks.lock().seeing.entry(self.revision).or_default().walks += 1;
+        self.revision
+    }
+
+    /// Returns what was kept for it: to be dropped when the index is let go.
+    #[must_use]
+    pub(crate) fn end_walk(&self, at: Revision) -> Vec<KeyValue> {
+        self.walks.lock().end(at)
     }
 
     /// What `look` finds at the first key of `range` where it finds something. Not all of them are
@@ -292,8 +368,9 @@ impl Index {
 
 /// A key met on a walk.
 pub(crate) struct Visit<'a> {
+    index: &'a Index,
     key: &'a [u8],
-    chain: &'a Chain,
+    place: usize,
     at: Revision,
 }
 
@@ -303,7 +380,7 @@ impl Visit<'_> {
     }
 
     pub(crate) fn found(&self) -> Found {
-        self.chain.at(self.at).expect("only keys that exist are visited")
+        self.index.found(self.place, self.at).expect("only keys that exist are visited")
     }
 }
 
@@ -366,6 +443,63 @@ mod tests {
         assert_eq!(gone.len(), 1, "a tombstone that can still be watched from stays");
         gone.forget(b"k", Revision(5), true);
         assert_eq!(gone.len(), 0);
+    }
+
+    #[test]
+    fn what_is_replaced_before_a_walk_comes_there_stays_in_memory_until_it_ends() {
+        let mut index = Index::default();
+        let lives = [("a", "2"), ("b", "3"), ("c", "4"), ("d", "5")];
+        lives.into_iter().for_each(|(key, life)| live(&mut index, key, life));
+        let (first, second) = (index.begin_walk(), index.begin_walk());
+        live(&mut index, "a", "6 7");
+        live(&mut index, "b", "8x");
+        let third = index.begin_walk();
+        live(&mut index, "b", "9");
+        live(&mut index, "c", "10");
+        live(&mut index, "a", "11");
+        live(&mut index, "e", "12 13");
+        let held = |index: &Index, at| {
+            let mut held = Vec::new();
+            index.visit(&KeyRange::all(), None, at, 99, |visit| {
+                held.push(match visit.found() {
+                    Found::Here(now) => now.modified().to_string(),
+                    Found::InRow(_, revision) => format!("({revision})"),
+                });
+            });
+            held.join(" ")
+        };
+        assert_eq!((first, second, third), (Revision(5), Revision(5), Revision(8)));
+        assert_eq!((held(&index, first), held(&index, third)), ("2 3 4 5".into(), "7 4 5".into()));
+        assert_eq!(index.end_walk(first).len(), 0, "the second still sees it");
+        assert_eq!(held(&index, second), "2 3 4 5");
+        assert_eq!(
+            index.end_walk(second).len(),
+            2,
+            "what the third does not see: a of 2 and b of 3"
+        );
+        assert_eq!(
+            (held(&index, second), held(&index, third)),
+            ("(2) (3) 4 5".into(), "7 4 5".into())
+        );
+        assert_eq!(index.end_walk(third).len(), 2);
+        live(&mut index, "d", "14");
+        let walks = index.walks.get_mut();
+        assert!(walks.seeing.is_empty() && walks.replaced.is_empty());
+    }
+
+    #[test]
+    fn a_long_walk_keeps_nothing_that_only_short_ones_could_come_to() {
+        let mut index = index("2");
+        live(&mut index, "other", "3");
+        let long = index.begin_walk();
+        for revision in 4..99_u64 {
+            let short = index.begin_walk();
+            live(&mut index, "k", &revision.to_string());
+            let kept = usize::from(revision != 4);
+            assert_eq!(index.end_walk(short).len(), kept, "the value of {}", revision - 1);
+        }
+        assert_eq!(index.walks.get_mut().replaced.len(), 1, "what the long one sees");
+        assert_eq!(index.end_walk(long).len(), 1);
     }
 
     #[test]

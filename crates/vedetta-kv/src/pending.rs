@@ -208,7 +208,7 @@ impl Pending {
         self.unit = self.mark();
         layer.end = self.unit;
         self.sealed.push_back(Arc::new(layer));
-        Box::new(move |connection| append(connection, rows, &encoded))
+        Rows::new(rows.len(), encoded.len(), move |connection| append(connection, rows, &encoded))
     }
 
     /// The oldest sealed batch, which is durable and to be shown.

@@ -319,34 +319,43 @@ impl Store {
 
     /// Walks the index, a bounded number of keys at a time.
     async fn gather(&self, request: &Range, then: Option<Revision>) -> Result<Gathered, KvError> {
-        let (at, revision) = {
-            let index = self.shared.index.read();
-            let revision = then.unwrap_or(index.revision);
-            let at = range::resolve(request.at, revision, index.compacted)?;
-            if let KeyRange::One(key) = &request.range {
-                let mut found: Vec<_> = index.get_at(key, at).into_iter().collect();
-                let count = found.len();
-                found.truncate(range::enough(request));
-                return Ok(Gathered { found, count, at, revision });
-            }
-            (at, revision)
-        };
+        let mut begun = None::<(Revision, Revision, Option<Walk<'_>>)>;
         let (mut found, mut count, mut from) = (Vec::new(), 0, None::<Box<[u8]>>);
         let enough = range::enough(request);
         loop {
-            tokio::task::coop::consume_budget().await;
-            let index = self.shared.index.read();
-            from = index.visit(&request.range, from.as_deref(), at, CHUNK, |visit| {
-                count += 1;
-                if found.len() < enough {
-                    found.push(visit.found());
+            {
+                let index = self.shared.index.read();
+                let (at, revision) = match begun {
+                    Some((at, revision, _)) => (at, revision),
+                    None => {
+                        let revision = then.unwrap_or(index.revision);
+                        (range::resolve(request.at, revision, index.compacted)?, revision)
+                    }
+                };
+                if let KeyRange::One(key) = &request.range {
+                    let mut found: Vec<_> = index.get_at(key, at).into_iter().collect();
+                    let count = found.len();
+                    found.truncate(enough);
+                    return Ok(Gathered { found, count, at, revision });
                 }
-            });
-            let done = request.uncounted && found.len() >= enough;
-            if from.is_none() || done {
-                let count = if request.uncounted { 0 } else { count };
-                return Ok(Gathered { found, count, at, revision });
+                from = index.visit(&request.range, from.as_deref(), at, CHUNK, |visit| {
+                    count += 1;
+                    if found.len() < enough {
+                        found.push(visit.found());
+                    }
+                });
+                let done = request.uncounted && found.len() >= enough;
+                if from.is_none() || done {
+                    let count = if request.uncounted { 0 } else { count };
+                    return Ok(Gathered { found, count, at, revision });
+                }
+                if begun.is_none() {
+                    let is_present = at == index.revision && found.len() < enough;
+                    let walk = is_present.then(|| Walk::begin(&self.shared, &index));
+                    begun = Some((at, revision, walk));
+                }
             }
+            tokio::task::coop::consume_budget().await;
         }
     }
 
@@ -374,10 +383,10 @@ impl Store {
         engine::check_txn(&txn, &self.options.limits)?;
         if only_reads(&txn) {
             loop {
-                let now = self.revision();
-                match self.read_txn(&txn, now).await {
+                let walk = Walk::begin(&self.shared, &self.shared.index.read());
+                match self.read_txn(&txn, walk.at).await {
                     // Compaction has passed it.
-                    Err(KvError::Compacted { oldest, .. }) if oldest > now => {}
+                    Err(KvError::Compacted { oldest, .. }) if oldest > walk.at => {}
                     done => return done,
                 }
             }
@@ -649,6 +658,26 @@ struct Gathered {
     at: Revision,
     /// Where the store was.
     revision: Revision,
+}
+
+/// A read of the present that lets the index go meanwhile. What is replaced before it comes there stays in memory until
+/// it is dropped, which must not be while it has the index.
+struct Walk<'s> {
+    shared: &'s Shared,
+    at: Revision,
+}
+
+impl<'s> Walk<'s> {
+    fn begin(shared: &'s Shared, index: &Index) -> Self {
+        Self { shared, at: index.begin_walk() }
+    }
+}
+
+impl Drop for Walk<'_> {
+    fn drop(&mut self) {
+        let kept = self.shared.index.read().end_walk(self.at);
+        drop(kept); // not while writers wait for the index
+    }
 }
 
 /// Shows batches once they are durable.

@@ -36,6 +36,8 @@ use crate::{Change, Event, KeyValue};
 
 /// Bytes of recent events kept in memory for watchers; what is made of them for a wire comes on top.
 const RING_BYTES: usize = 16 << 20;
+/// Bytes forgotten at once when there are more, so that not each block costs a wake-up.
+const SLICE_BYTES: usize = 1 << 20;
 /// About how much a watcher is handed at once; a transaction is never split.
 const BATCH_BYTES: usize = 1 << 20;
 /// Rows read from the file in one go.
@@ -225,7 +227,10 @@ impl Hub {
     fn trim(&self) {
         let mut forgotten = Vec::new();
         let mut ring = self.ring.write();
-        while ring.bytes > RING_BYTES
+        if ring.bytes <= RING_BYTES {
+            return;
+        }
+        while ring.bytes > RING_BYTES - SLICE_BYTES
             && ring.blocks.len() > 1
             && let Some(oldest) = ring.blocks.pop_front()
         {

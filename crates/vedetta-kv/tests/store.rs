@@ -1,13 +1,15 @@
 //! What the store promises, told as stories.
 
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use vedetta_core::{KeyRange, Revision};
 use vedetta_db::{Db, rusqlite};
 use vedetta_kv::{
-    Cause, Change, Delete, KvError, OpenError, Options, Purpose, Put, Range, SCHEMA, Store, Update,
-    WatchOptions,
+    Cause, Change, Delete, KvError, Op, OpReply, OpenError, Options, Purpose, Put, Range, SCHEMA,
+    Store, Txn, Update, WatchOptions,
 };
 
 async fn open(folder: &Path) -> Store {
@@ -179,6 +181,64 @@ async fn the_present_is_read_while_a_closure_is_stuck_and_another_batch_is_to_be
         update.await.unwrap().unwrap();
         put.await.unwrap().unwrap();
     }
+    store.close().await;
+}
+
+/// The only connection that could read the file is taken: whoever wants it waits for ever.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn many_keys_are_read_without_the_file_while_they_are_overwritten() {
+    const KEYS: usize = 20_000;
+    let folder = tempfile::tempdir().unwrap();
+    let mut options = vedetta_db::Options::new(folder.path().join("vedetta.db"));
+    (options.ballast, options.readers) = (0, 1);
+    let db = Db::open(&options, &[SCHEMA]).unwrap();
+    let store = Store::open(db.clone(), Options::default()).await.unwrap();
+    let key = |n: usize| format!("k/{n:05}");
+    for some in (0..KEYS).collect::<Vec<_>>().chunks(100) {
+        let then = some.iter().map(|n| Op::Put(Put::new(key(*n), "old"))).collect();
+        store.txn(Txn { then, ..Txn::default() }).await.unwrap();
+    }
+    let (taken, is_taken) = tokio::sync::oneshot::channel();
+    let (release, released) = std::sync::mpsc::channel::<()>();
+    let held = tokio::task::spawn_blocking(move || {
+        db.read_blocking(|_| {
+            let _ = taken.send(());
+            let _ = released.recv();
+            Ok(())
+        })
+    });
+    is_taken.await.unwrap();
+
+    let (overwriting, done) = (store.clone(), Arc::new(AtomicBool::new(false)));
+    let until = Arc::clone(&done);
+    let overwriter = tokio::spawn(async move {
+        // The last first, as a walk comes to them last.
+        for n in (0..KEYS).rev().cycle().take_while(|_| !until.load(Ordering::Relaxed)) {
+            let gone = KeyRange::One(key(n).into());
+            overwriting.delete(Delete { range: gone, previous: false }).await.unwrap();
+            overwriting.put(Put::new(key(n), "new")).await.unwrap();
+        }
+    });
+    let all = Range::new(KeyRange::prefix("k/"));
+    for _ in 0..40 {
+        let then = vec![Op::Range(all.clone()), Op::Range(all.clone())];
+        let read = async {
+            let range = store.range(all.clone()).await.unwrap();
+            let txn = store.txn(Txn { then, ..Txn::default() }).await.unwrap();
+            let [OpReply::Range(first), OpReply::Range(second)] = &txn.replies[..] else {
+                panic!("two ranges were asked for");
+            };
+            assert!(first.keys == second.keys, "both are of one revision");
+            [range.keys.len(), first.keys.len()]
+        };
+        let found = tokio::time::timeout(Duration::from_secs(60), read).await;
+        let found = found.expect("the present is read without the file");
+        assert!(found.iter().all(|found| (KEYS - 1..=KEYS).contains(found)), "{found:?}");
+    }
+    done.store(true, Ordering::Relaxed);
+    overwriter.await.unwrap();
+    release.send(()).unwrap();
+    held.await.unwrap().unwrap();
     store.close().await;
 }
 

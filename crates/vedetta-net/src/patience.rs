@@ -21,11 +21,14 @@ const LOOK_AGAIN: Duration = Duration::from_secs(1);
 ///
 /// Flushing, it also looks whether the client hung up: HTTP/1 does not read while it answers when there is
 /// another request in its buffer already, and would not see the end behind that. When there is more than fits the
-/// buffer it looks again and again, as nothing tells of an end behind what nobody reads.
+/// buffer it looks again and again, as nothing tells of an end behind what nobody reads. HTTP/2 needs none of that: see
+/// [`Patient::is_always_read`].
 pub struct Patient {
     stream: TcpStream,
     limit: Duration,
     stop: CancellationToken,
+    /// Whoever has it does not always read.
+    looks: bool,
     /// Nothing is taken: the end of the patience with it.
     stalled: Option<Pin<Box<Sleep>>>,
     /// Something came that nobody reads: when to look whether the client is still there.
@@ -35,7 +38,14 @@ pub struct Patient {
 impl Patient {
     /// `limit` is how long a client may take nothing; from `stop` on it is a second at most.
     pub fn new(stream: TcpStream, limit: Duration, stop: CancellationToken) -> Self {
-        Self { stream, limit, stop, stalled: None, look_at: None }
+        Self { stream, limit, stop, looks: true, stalled: None, look_at: None }
+    }
+
+    /// From here on it is read whenever something comes, so the reader sees the end. Looking for it would cost each request
+    /// two system calls and a timer.
+    pub fn is_always_read(&mut self) {
+        self.looks = false;
+        self.look_at = None;
     }
 
     /// Whether the client is there no more; if it is, whoever asks is woken to ask again.
@@ -115,7 +125,7 @@ impl AsyncWrite for Patient {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        if self.has_hung_up(cx) {
+        if self.looks && self.has_hung_up(cx) {
             tracing::debug!("a client hung up while it was sent to: letting it go");
             return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
         }
