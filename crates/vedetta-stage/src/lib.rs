@@ -18,6 +18,7 @@
 //!
 //! How often work runs beside itself, and for how long, is [`vedetta_runtime::Puller`]'s business.
 
+mod alarm;
 mod desk;
 mod entities;
 mod entity;

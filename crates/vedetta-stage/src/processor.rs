@@ -20,6 +20,7 @@ use vedetta_core::queue::{End, Handed, Kept, Settled, Taken, Woken};
 use vedetta_core::{Failure, Handler, Queue, QueueError, RunEvent, explain};
 use vedetta_runtime::{Ear, PullStatus, Puller, Pulling};
 
+use crate::alarm::Alarm;
 use crate::desk::{Desk, Handing};
 use crate::entity::{BoxError, Entity, Limits, Stage, Version, Visit};
 use crate::record::{Claim, Fate, Lane, Records, Refused, SYSTEM, StageError, Tally};
@@ -33,6 +34,13 @@ const LONGEST: Duration = Duration::from_secs(24 * 3600);
 
 /// What was handed over is begun within this part of a lease, or given back.
 const FRESH: u32 = 10;
+
+/// A stage that alone wants an entity waits for up to this part of the spread.
+const ALONE: u32 = 10;
+
+/// What is due within that is waited for exactly. For longer an entity is not kept once it is read: somebody
+/// may save it.
+const SOON: Duration = Duration::from_millis(10);
 
 /// Records claimed at once, at most.
 const CLAIM: u32 = 1024;
@@ -165,9 +173,9 @@ impl<E: Entity, B: Backend<E>> Processor<E, B> {
         self
     }
 
-    /// An entity that several stages want reaches each after a random delay, up to this: begun together
-    /// they would often save over each other, and have to begin again. 10 ms unless said otherwise. One that
-    /// a single stage wants is there at once.
+    /// An entity reaches each stage that wants it after a random delay: up to this if there are several, since begun
+    /// together they would often save over each other, and have to begin again; up to a tenth of it if there is one.
+    /// 10 ms unless said otherwise; with zero there are no delays.
     #[must_use]
     pub fn spread(mut self, spread: Duration) -> Self {
         self.spread = spread;
@@ -210,6 +218,7 @@ impl<E: Entity, B: Backend<E>> Processor<E, B> {
         let events = broadcast::Sender::new(EVENTS_KEPT);
         let pulls = lanes.into_iter().map(|(lane, name, limits, work)| {
             let counters = Arc::new(Counters::default());
+            let desk: Option<Arc<Desk<E>>> = desks.get(&lane).cloned();
             let queue = StageQueue {
                 backend: self.backend.clone(),
                 lane,
@@ -224,7 +233,8 @@ impl<E: Entity, B: Backend<E>> Processor<E, B> {
                 counters: Arc::clone(&counters),
                 is_rung: AtomicBool::new(true),
                 rest_until: parking_lot::Mutex::default(),
-                desk: desks.get(&lane).cloned(),
+                alarm: desk.as_ref().map_or_else(Arc::default, |desk| desk.alarm()),
+                desk,
                 desks: Arc::clone(&desks),
             };
             let puller = Puller {
@@ -439,7 +449,12 @@ enum Item<E> {
 /// What came of it.
 enum Outcome<E> {
     Visited(Visit<E>, Version),
-    Sorted(E, Vec<(Lane, Duration)>),
+    /// These stages want it, each after so long since they were asked.
+    Sorted {
+        entity: E,
+        asked: Instant,
+        visits: Vec<(Lane, Duration)>,
+    },
     Missing,
 }
 
@@ -476,15 +491,14 @@ impl<E: Entity> Handler<Item<E>> for Work<E> {
             };
             match work {
                 Self::System { stages, spread } => {
+                    let asked = Instant::now();
                     let wanted =
                         stages.iter().filter(|(_, stage)| stage.should_process_now(&entity));
-                    let mut visits: Vec<_> =
-                        wanted.map(|(lane, _)| (*lane, spread.mul_f64(fastrand::f64()))).collect();
-                    // Nobody to collide with.
-                    if let [(_, after)] = &mut visits[..] {
-                        *after = Duration::ZERO;
-                    }
-                    Ok(Outcome::Sorted(entity, visits))
+                    let wanted: Vec<Lane> = wanted.map(|(lane, _)| *lane).collect();
+                    // Nobody to collide with, but one that still runs on the version before.
+                    let most = if wanted.len() == 1 { spread / ALONE } else { spread };
+                    let visits = wanted.into_iter().map(|lane| (lane, random(most))).collect();
+                    Ok(Outcome::Sorted { entity, asked, visits })
                 }
                 Self::Stage(stage) => {
                     let read = entity.version();
@@ -517,6 +531,8 @@ struct StageQueue<E, B> {
     is_rung: AtomicBool,
     /// That claim found nothing more that is due before.
     rest_until: parking_lot::Mutex<Option<Instant>>,
+    /// Rings when something is due soon: in the queue or on the desk.
+    alarm: Arc<Alarm>,
     /// Of this stage; the system stage has none.
     desk: Option<Arc<Desk<E>>>,
     /// Of all stages here.
@@ -584,11 +600,28 @@ impl<E: Entity, B: Backend<E>> StageQueue<E, B> {
         }
     }
 
-    /// Under which token and for how long an entity is to be held for a stage here, if it goes there at once.
+    /// Under which token and for how long an entity is to be held for a stage here, if it goes there soon: long
+    /// before it would be given back.
     fn is_handed(&self, lane: Lane, after: Duration) -> Option<(i64, Duration)> {
-        let has_room = after.is_zero() && self.desks.get(&lane).is_some_and(|desk| desk.reserve());
+        let is_soon = after <= SOON.min(self.lease / FRESH / 2);
+        let has_room = is_soon && self.desks.get(&lane).is_some_and(|desk| desk.reserve());
         // As long as a lease, from when it is taken.
         has_room.then(|| (fastrand::i64(..), self.lease + self.lease / FRESH))
+    }
+
+    /// Where an entity goes. For one that a single stage wants the delay counts from when that was asked; several would begin
+    /// together if the sorting took longer than their delays.
+    fn going(&self, asked: Instant, visits: &[(Lane, Duration)]) -> Vec<Going> {
+        let is_alone = visits.len() == 1;
+        let going = visits.iter().map(|(lane, delay)| {
+            let past = if is_alone { asked.elapsed() } else { Duration::ZERO };
+            let after = delay.saturating_sub(past);
+            // Of several that wait, each is to read what the one before it saved.
+            let may_be_handed = is_alone || delay.is_zero();
+            let hold = may_be_handed.then(|| self.is_handed(*lane, after)).flatten();
+            Going { lane: *lane, after, hold }
+        });
+        going.collect()
     }
 
     /// Hands over what is held. An entity that was saved since it was read here is given back, to be read again: who
@@ -603,9 +636,9 @@ impl<E: Entity, B: Backend<E>> StageQueue<E, B> {
     ) {
         let held = &answer.held;
         for (((claim, end), going), saved) in ended.iter().zip(going).zip(&answer.saved) {
-            let End::Done(Outcome::Sorted(entity, _)) = end else { continue };
+            let End::Done(Outcome::Sorted { entity, asked, visits }) = end else { continue };
             let is_fresh = matches!(saved, Ok(Saved::Settled(Settled::Gone)));
-            for Going { lane, hold, .. } in going {
+            for (Going { lane, hold, .. }, (_, delay)) in going.into_iter().zip(visits) {
                 let Some(token) = hold.map(|(token, _)| token).filter(|token| held.contains(token))
                 else {
                     continue;
@@ -613,7 +646,8 @@ impl<E: Entity, B: Backend<E>> StageQueue<E, B> {
                 let claim = Claim { id: Arc::clone(&claim.id), token, failures: 0 };
                 let handed = match cloned(entity) {
                     Ok(entity) if is_fresh => {
-                        self.desks[&lane].hand(Handing { claim, entity, since })
+                        let due = *asked + *delay;
+                        self.desks[&lane].hand(Handing { claim, entity, since, due })
                     }
                     // Read from the table, it need not be cloned.
                     Ok(_) | Err(_) => Err(claim),
@@ -647,13 +681,8 @@ impl<E: Entity, B: Backend<E>> StageQueue<E, B> {
                     Err(why) => (self.failed(claim, why.to_string()), None, Vec::new()),
                 }
             }
-            End::Done(Outcome::Sorted(_, visits)) => {
-                let going = visits.iter().map(|(lane, after)| Going {
-                    lane: *lane,
-                    after: *after,
-                    hold: self.is_handed(*lane, *after),
-                });
-                (Fate::Gone, None, going.collect())
+            End::Done(Outcome::Sorted { asked, visits, .. }) => {
+                (Fate::Gone, None, self.going(*asked, visits))
             }
             End::Done(Outcome::Missing) => (Fate::Gone, None, Vec::new()),
             End::Failed(failure) => (self.failed(claim, failure.to_string()), None, Vec::new()),
@@ -670,25 +699,33 @@ impl<E: Entity, B: Backend<E>> Queue for StageQueue<E, B> {
 
     async fn take(&self, room: u32) -> Result<Taken<Claim, Item<E>>, QueueError> {
         let records = self.backend.records();
+        let mut free = room;
         if let Some(desk) = &self.desk {
-            let (handed, old) = desk.take(room.min(CLAIM), self.lease / FRESH);
-            give_back(records, self.lane, old).await;
-            if !handed.is_empty() {
-                let taken = u32::try_from(handed.len()).unwrap_or(room);
+            let found = desk.take(Instant::now(), room.min(CLAIM), self.lease / FRESH);
+            give_back(records, self.lane, found.old).await;
+            let next = found.next.map(|due| due.saturating_duration_since(Instant::now()));
+            if !found.due.is_empty() {
+                let taken = u32::try_from(found.due.len()).unwrap_or(room);
                 desk.has_room(room.saturating_sub(taken));
-                let items = handed.into_iter().map(|Handing { claim, entity, .. }| {
+                let items = found.due.into_iter().map(|Handing { claim, entity, .. }| {
                     let item = Item::Entity(entity);
                     Handed { claim, item, cost: 1 }
                 });
-                let rest = self.rest().filter(|_| !desk.has_more());
+                let rest = self.rest().map(|rest| next.map_or(rest, |next| next.min(rest)));
                 return Ok(Taken { items: items.collect(), rest });
             }
             desk.has_room(0);
+            // What will be due in a moment has its place.
+            free = room.saturating_sub(found.left);
+            if free == 0 {
+                return Ok(Taken { items: Vec::new(), rest: next });
+            }
         }
         self.is_rung.store(false, Ordering::Relaxed);
         let shards = Arc::clone(&self.owned.borrow());
-        let claimed = records.claim(self.lane, &shards, room.min(CLAIM), self.lease).await;
+        let claimed = records.claim(self.lane, &shards, free.min(CLAIM), self.lease).await;
         let claimed = claimed.map_err(|error| failed("claiming records", error))?;
+        let claimed_at = Instant::now();
         // What was written before a claim is read after it, so nothing written is overlooked.
         let items = match self.load(&claimed.claims).await {
             Ok(items) => items,
@@ -705,8 +742,10 @@ impl<E: Entity, B: Backend<E>> Queue for StageQueue<E, B> {
             desk.has_room(room.saturating_sub(taken));
         }
         // So often the queue is looked at, whatever is handed over.
-        let rest = claimed.rest.map(|rest| Instant::now() + rest.min(self.poll));
-        *self.rest_until.lock() = rest;
+        *self.rest_until.lock() = claimed.rest.map(|rest| claimed_at + rest.min(self.poll));
+        if let Some(rest) = claimed.rest.filter(|rest| !rest.is_zero() && *rest <= SOON) {
+            self.alarm.no_later_than(claimed_at + rest);
+        }
         let handed = claimed.claims.into_iter().zip(items);
         let items = handed.map(|(claim, item)| Handed { claim, item, cost: 1 }).collect();
         Ok(Taken { items, rest: claimed.rest })
@@ -758,16 +797,10 @@ impl<E: Entity, B: Backend<E>> Queue for StageQueue<E, B> {
                 std::future::pending::<()>().await;
             }
         };
-        let handed = async {
-            match &self.desk {
-                Some(desk) => desk.handed().await,
-                None => std::future::pending().await,
-            }
-        };
         tokio::select! {
             () = self.backend.records().woken(self.lane, &self.ear) => {}
             () = resharded => {}
-            () = handed => return Woken::More,
+            () = self.alarm.rung() => return Woken::More,
         }
         self.is_rung.store(true, Ordering::Relaxed);
         Woken::More
@@ -784,6 +817,11 @@ impl<E: Entity, B: Backend<E>> Queue for StageQueue<E, B> {
             let _ = self.events.send(StageEvent { stage, id, event });
         }
     }
+}
+
+/// A random delay, up to this.
+fn random(most: Duration) -> Duration {
+    most.mul_f64(fastrand::f64())
 }
 
 /// An id of text, or why it is none.

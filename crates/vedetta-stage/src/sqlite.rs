@@ -114,7 +114,7 @@ impl Mirror for Hook {
         rings.batch.sort_unstable_by_key(|lane| lane.0);
         rings.batch.dedup();
         rings.sealed.push_back(std::mem::take(&mut rings.batch));
-        Box::new(|_| Ok(()))
+        Rows::none()
     }
 
     fn publish(&self) {
@@ -308,7 +308,7 @@ impl Desk {
                 let due: Option<i64> = next.query_row(params![lane.0, shard], |row| row.get(0))?;
                 rest = rest.min(due.unwrap_or(i64::MAX));
             }
-            claimed.rest = Some(Clock::delay(rest.saturating_sub(self.clock.now())));
+            claimed.rest = Some(self.clock.until(rest));
         }
         Ok(claimed)
     }

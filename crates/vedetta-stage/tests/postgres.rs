@@ -5,6 +5,7 @@ mod suite;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use suite::{Ask, HOUR, ORDERS, Order, OrderId, Step, World, eventually, held, status};
 use testing::postgres::Server;
@@ -263,29 +264,55 @@ impl Table<Order> for Counted {
 
 #[tokio::test]
 async fn a_stage_with_room_is_handed_what_it_wants_as_the_system_stage_read_it() {
+    // At once, or after up to a tenth of that.
+    for spread in [Duration::ZERO, Duration::from_millis(10), Duration::from_millis(50)] {
+        let world = Pg::new().await;
+        let reads = Arc::new(AtomicUsize::new(0));
+        let table = Counted(Arc::clone(&reads));
+        let orders = Entities::new(world.records().clone(), ORDERS, table).await.unwrap();
+        let (step, mut runs) = held(Step::new("packing").wants(|order| order.state != "packed"));
+        let processor = suite::quick(orders).spread(spread);
+        let processing = processor.stage(step).start().await.unwrap();
+        let mut was_handed = false;
+        for id in 1..=20 {
+            let before = reads.load(Ordering::Relaxed);
+            world.order(id).await;
+            let run = runs.next().await;
+            assert_eq!(run.order.id, id);
+            // A stage that looks at its queue just then claims it, and reads it again.
+            was_handed |= reads.load(Ordering::Relaxed) - before == 1;
+            run.makes("packed");
+            eventually("it is packed", async || world.get(id).await.state == "packed").await;
+            eventually("nothing is left of it", async || {
+                world.counts(SYSTEM).await.records + world.counts("packing").await.records == 0
+            })
+            .await;
+        }
+        assert!(was_handed, "{spread:?}");
+        assert_eq!(status(&processing, "packing").pull.flow.stale, 0);
+        processing.stop(HOUR).await;
+    }
+}
+
+#[tokio::test]
+async fn of_several_stages_that_want_an_order_after_delays_each_reads_it_for_itself() {
     let world = Pg::new().await;
     let reads = Arc::new(AtomicUsize::new(0));
     let table = Counted(Arc::clone(&reads));
     let orders = Entities::new(world.records().clone(), ORDERS, table).await.unwrap();
-    let (step, mut runs) = held(Step::new("packing").wants(|order| order.state != "packed"));
-    let processing = suite::quick(orders).stage(step).start().await.unwrap();
-    let mut was_handed = false;
+    let (left, mut lefts) = held(Step::new("left"));
+    let (right, mut rights) = held(Step::new("right"));
+    let processor = suite::quick(orders).spread(Duration::from_millis(2));
+    let processing = processor.stage(left).stage(right).start().await.unwrap();
     for id in 1..=20 {
         let before = reads.load(Ordering::Relaxed);
         world.order(id).await;
-        let run = runs.next().await;
-        assert_eq!(run.order.id, id);
-        // A stage that looks at its queue just then claims it, and reads it again.
-        was_handed |= reads.load(Ordering::Relaxed) - before == 1;
-        run.makes("packed");
-        eventually("it is packed", async || world.get(id).await.state == "packed").await;
-        eventually("nothing is left of it", async || {
-            world.counts(SYSTEM).await.records + world.counts("packing").await.records == 0
-        })
-        .await;
+        let (left, right) = (lefts.next().await, rights.next().await);
+        assert_eq!(reads.load(Ordering::Relaxed) - before, 3, "the system stage read it, too");
+        left.leaves();
+        right.leaves();
+        world.rests().await;
     }
-    assert!(was_handed);
-    assert_eq!(status(&processing, "packing").pull.flow.stale, 0);
     processing.stop(HOUR).await;
 }
 
@@ -296,7 +323,7 @@ async fn what_is_to_be_tried_again_is_not_kept_waiting_by_what_is_handed_over() 
     // Nothing is looked at but for a reason.
     let processing = world.processor().poll(HOUR).stage(step).start().await.unwrap();
     world.order(1).await;
-    let soon = std::time::Duration::from_millis(300);
+    let soon = Duration::from_millis(300);
     runs.next().await.ends(vedetta_stage::Visit::untouched().again(soon));
     testing::soon("the first is tried again", async {
         for id in 2.. {
@@ -310,7 +337,7 @@ async fn what_is_to_be_tried_again_is_not_kept_waiting_by_what_is_handed_over() 
     })
     .await;
     // The last one that was handed over may have begun, and nobody ends it.
-    processing.stop(std::time::Duration::ZERO).await;
+    processing.stop(Duration::ZERO).await;
 }
 
 #[tokio::test]
@@ -320,14 +347,14 @@ async fn what_goes_to_a_stage_is_held_at_once_unless_it_is_there_already() {
     let records = world.records();
     let system = records.lane(ORDERS, SYSTEM).await.unwrap();
     let lane = records.lane(ORDERS, "packing").await.unwrap();
-    records.enqueue(lane, &[("order-2", 0, std::time::Duration::ZERO)]).await.unwrap();
+    records.enqueue(lane, &[("order-2", 0, Duration::ZERO)]).await.unwrap();
     let mut claims = records.claim(system, &[0], 9, HOUR).await.unwrap().claims;
     claims.sort_by(|a, b| a.id.cmp(&b.id));
     let endings = claims.iter().zip([11, 22]).map(|(claim, token)| Ending {
         claim: claim.clone(),
         fate: Fate::Gone,
         saves: None,
-        visits: vec![Going { lane, after: std::time::Duration::ZERO, hold: Some((token, HOUR)) }],
+        visits: vec![Going { lane, after: Duration::ZERO, hold: Some((token, HOUR)) }],
     });
     let answer = world.orders.settle(system, endings.collect()).await.unwrap();
     assert_eq!(answer.saved, vec![Ok(Saved::Settled(Settled::Gone)); 2]);
@@ -342,6 +369,26 @@ async fn what_goes_to_a_stage_is_held_at_once_unless_it_is_there_already() {
     assert_eq!(records.settle(lane, &[(ours, Fate::Gone)]).await.unwrap(), [Settled::Stale]);
     let claimed = records.claim(lane, &[0], 9, HOUR).await.unwrap().claims;
     assert_eq!(suite::ids(&claimed), ["order-1"], "it is due at once when it is given back");
+}
+
+#[tokio::test]
+async fn what_was_held_for_later_is_due_then_when_it_is_given_back() {
+    let world = Pg::new().await;
+    world.order(1).await;
+    let records = world.records();
+    let system = records.lane(ORDERS, SYSTEM).await.unwrap();
+    let lane = records.lane(ORDERS, "packing").await.unwrap();
+    let claim = records.claim(system, &[0], 1, HOUR).await.unwrap().claims.remove(0);
+    let visits = vec![Going { lane, after: HOUR, hold: Some((7, 2 * HOUR)) }];
+    let ending = Ending { claim, fate: Fate::Gone, saves: None, visits };
+    let answer = world.orders.settle(system, vec![ending]).await.unwrap();
+    assert_eq!(answer.held.into_iter().collect::<Vec<_>>(), [7]);
+    assert!(world.record("packing", 1).await.is_some_and(|record| record.is_held));
+
+    let ours = Claim { id: "order-1".into(), token: 7, failures: 0 };
+    records.settle(lane, &[(ours, Fate::Released)]).await.unwrap();
+    let record = world.record("packing", 1).await.expect("it is given back");
+    assert!(!record.is_held && suite::about(record.due_in, HOUR), "{record:?}");
 }
 
 /// Settles the record that the system stage has of an order while somebody else, on a connection of their own,
@@ -373,7 +420,7 @@ async fn raced<T>(
     (settled, world.counts(SYSTEM).await)
 }
 
-const AT_ONCE: Settled = Settled::Again(std::time::Duration::ZERO);
+const AT_ONCE: Settled = Settled::Again(Duration::ZERO);
 
 #[tokio::test]
 async fn a_removal_waits_for_who_writes_to_the_record_and_is_none_if_they_did() {
@@ -407,7 +454,7 @@ async fn a_sort_waits_for_who_writes_to_the_record_and_is_done_again_if_they_did
         for hold in [None, Some((7, HOUR))] {
             let ((answer, wanted), left) = raced(is_committed, async |world, lane, claim| {
                 let packing = world.records().lane(ORDERS, "packing").await.unwrap();
-                let going = Going { lane: packing, after: std::time::Duration::ZERO, hold };
+                let going = Going { lane: packing, after: Duration::ZERO, hold };
                 let ending = Ending { claim, fate: Fate::Gone, saves: None, visits: vec![going] };
                 let answer = world.orders.settle(lane, vec![ending]).await.unwrap();
                 (answer, world.counts("packing").await)

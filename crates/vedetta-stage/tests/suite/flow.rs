@@ -8,7 +8,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 use vedetta_core::RunEvent;
-use vedetta_stage::{Backend as _, Records as _, SYSTEM, StageError, Version, Visit};
+use vedetta_stage::{Backend as _, Processor, Records as _, SYSTEM, StageError, Version, Visit};
 
 use super::{
     Ask, HOUR, ORDERS, Order, OrderId, Step, World, about, eventually, held, quick, status,
@@ -130,23 +130,61 @@ pub async fn every_stage_is_asked_and_those_that_want_it_get_it_after_a_random_d
     assert!(delays.iter().any(|hours| *hours < 5_000) && delays.iter().any(|h| *h >= 5_000));
 }
 
-pub async fn an_order_that_a_single_stage_wants_is_there_at_once_however_long_the_spread<
+pub async fn an_order_that_a_single_stage_wants_gets_there_after_a_random_part_of_a_tenth_of_the_spread<
     W: World,
 >() {
     let world = W::new().await;
-    let stages = [("packing", "new"), ("shipping", "packed"), ("billing", "never")];
-    let (mut processor, mut runs) = (world.processor().spread(10_000 * HOUR), Vec::new());
-    for (name, state) in stages {
-        let (step, held) = held(Step::new(name).when(state));
-        processor = processor.stage(step);
-        runs.push(held);
+    // So long that nothing is begun within the test.
+    let tenth = 100_000 * HOUR;
+    let processor = world.processor().spread(10 * tenth);
+    let [packing, billing] = [Step::new("packing"), Step::new("billing").when("never")];
+    let _processing = processor.stage(packing).stage(billing).start().await.unwrap();
+    world.create((1..=20).map(Order::new).collect()).await.unwrap();
+    eventually("the system stage is done", async || world.counts(SYSTEM).await.records == 0).await;
+    assert_eq!(world.counts("billing").await.records, 0);
+    let mut delays = HashSet::new();
+    for id in 1..=20 {
+        let record = world.record("packing", id).await.expect("it is wanted");
+        let due_in = record.due_in.expect("alone it does not begin at once, either");
+        assert!(due_in <= tenth, "{record:?}");
+        delays.insert(due_in.as_secs() / 3600);
     }
-    let _processing = processor.start().await.unwrap();
-    world.order(1).await;
-    runs[0].next().await.makes("packed");
-    runs[1].next().await.makes("shipped");
-    world.rests().await;
-    assert_eq!(world.get(1).await.state, "shipped");
+    assert!(delays.len() > 10, "chance decides: {delays:?}");
+    assert!(delays.iter().any(|hours| *hours >= 10_000), "up to a tenth: {delays:?}");
+}
+
+pub async fn after_short_delays_an_order_goes_through_its_stages_and_none_is_left_behind<
+    W: World,
+>() {
+    let world = W::new().await;
+    let spread = Duration::from_millis(10);
+    // Nothing is looked at but for a reason.
+    let processor = world.processor().spread(spread).poll(HOUR);
+    let not_yet = |mark: &'static str| move |order: &Order| order.marks.iter().all(|m| m != mark);
+    let marks = |name: &'static str| {
+        Step::new(name).does(move |order| async move {
+            let is_done = order.marks.iter().any(|mark| mark == name);
+            Ok(if is_done { Visit::untouched() } else { Visit::updated(order.marked(name)) })
+        })
+    };
+    // At first two want it, and then the last alone.
+    let stages = [
+        marks("left").wants(not_yet("left")),
+        marks("right").wants(not_yet("right")),
+        marks("last").wants(move |order| order.marks.len() == 2 && not_yet("last")(order)),
+    ];
+    let processing = stages.into_iter().fold(processor, Processor::stage).start().await.unwrap();
+    for round in 0..5 {
+        world.create((0..10).map(|n| Order::new(10 * round + n)).collect()).await.unwrap();
+        world.rests().await;
+    }
+    for id in 0..50 {
+        let mut marks = world.get(id).await.marks;
+        assert_eq!(marks.pop().as_deref(), Some("last"));
+        marks.sort_unstable();
+        assert_eq!(marks, ["left", "right"]);
+    }
+    assert_eq!(processing.stop(HOUR).await, 0);
 }
 
 pub async fn without_a_spread_a_wanted_stage_is_due_at_once<W: World>() {
@@ -398,7 +436,7 @@ pub async fn entities_are_spread_over_all_shards_and_each_is_found_in_its_own<W:
     // The system stage puts each into its shard.
     let (step, mut runs) = held(Step::new("packing").when("new"));
     let seed = quick(sharded.clone()).stage(step).start().await.unwrap();
-    runs.next().await;
+    let _running = runs.next().await; // dropped, it would fail, and wait
     eventually("all are asked about", async || world.counts(SYSTEM).await.records == 0).await;
     seed.stop(Duration::ZERO).await;
     let lane = world.records().lane(ORDERS, "packing").await.unwrap();
@@ -479,7 +517,7 @@ pub async fn stages_of_one_name_are_refused<W: World>() {
     for names in [["packing", "packing"], ["packing", SYSTEM]] {
         let processor = world.processor();
         let build = std::panic::AssertUnwindSafe(|| {
-            drop(names.into_iter().map(Step::new).fold(processor, vedetta_stage::Processor::stage));
+            drop(names.into_iter().map(Step::new).fold(processor, Processor::stage));
         });
         assert!(std::panic::catch_unwind(build).is_err(), "{names:?}");
     }
