@@ -675,7 +675,10 @@ impl Shared {
             }
             let room = wanted.room.saturating_sub(state.ready_cost(wanted.capacity));
             let most = self.options.fetch_batch.get() as usize;
-            if room == 0 { None } else { state.open(room, most, pull_dies_after(&self.options)) }
+            // A few at a time would cost as much as many, once there are enough to begin with.
+            let is_worth_it = room > 0 && (state.ready.len() < BUNCH || room > wanted.room / 4);
+            let silence = pull_dies_after(&self.options);
+            is_worth_it.then(|| state.open(room, most, silence)).flatten()
         };
         let Some(opened) = opened else { return Ok(None) };
         let Opened { batch, ref inbox, .. } = opened;
@@ -713,7 +716,7 @@ impl Shared {
         let mut jobs = Vec::new();
         let mut cost = 0_u32;
         let mut state = self.state.lock();
-        state.forget_lapsed(self.options.ack_wait);
+        state.forget_untaken(self.options.ack_wait);
         while cost < wanted.room {
             let Some((letter, asked, until)) = state.next(self.options.ack_wait) else { break };
             cost = cost.saturating_add(asked.cost.min(wanted.capacity));

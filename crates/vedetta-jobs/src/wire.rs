@@ -19,6 +19,7 @@ use crate::job::{
     Claim, Enqueued, Fate, Filter, Given, Job, JobId, JobsError, Json, LARGEST, LONGEST_TEXT, Mode,
     NewJob, Note, QueueCounts, shortened, status, tail, traceparent,
 };
+use crate::kinds::Kinds;
 use crate::worker::BACKOFF;
 
 /// How long a lease may last.
@@ -82,13 +83,22 @@ pub struct Added {
     pub status: JobState,
     /// There was none under its key.
     pub new: bool,
+    /// The server knows a handler of its kind; others may have one all the same.
+    #[serde(default = "yes")]
+    pub declared: bool,
+}
+
+/// What a server that does not say so is taken to know.
+fn yes() -> bool {
+    true
 }
 
 impl Added {
-    /// What became of `job`.
-    pub fn new(job: &NewJob, Enqueued { id, is_new }: Enqueued) -> Self {
+    /// What became of `job`, where these kinds are known.
+    pub fn new(job: &NewJob, Enqueued { id, is_new }: Enqueued, kinds: &Kinds) -> Self {
         let (kind, queue) = (job.kind.clone(), job.queue.clone());
-        Self { id, kind, queue, status: JobState::Waiting, new: is_new }
+        let declared = kinds.0.contains_key(&kind);
+        Self { id, kind, queue, status: JobState::Waiting, new: is_new, declared }
     }
 }
 

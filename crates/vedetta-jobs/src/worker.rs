@@ -662,16 +662,15 @@ impl Queue for Feed {
     }
 
     async fn settle(&self, ended: &[(Holding, End<Outcome>)]) -> Result<Vec<Settled>, QueueError> {
-        // What they said last.
-        let last_words: Vec<(Claim, Note)> = ended
-            .iter()
-            .map(|(held, _)| (held.given.claim, held.notes.take()))
-            .filter(|(_, note)| !note.is_empty())
-            .collect();
-        if !last_words.is_empty() {
-            // After what was said before. Nothing depends on it.
+        {
+            // What they said last, after what was said before: that may be on its way, and must be there before the end.
             let _turn = self.0.telling.lock().await;
-            let _ = self.0.jobs.keep(&last_words).await;
+            let last_words = ended.iter().map(|(held, _)| (held.given.claim, held.notes.take()));
+            let last_words: Vec<_> = last_words.filter(|(_, note)| !note.is_empty()).collect();
+            if !last_words.is_empty() {
+                // Nothing depends on it.
+                let _ = self.0.jobs.keep(&last_words).await;
+            }
         }
         let fates: Vec<Option<Fate>> =
             ended.iter().map(|(held, end)| self.0.fate(held, end)).collect();

@@ -4,15 +4,22 @@
 mod suite;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
-use suite::{ALL, Ask as _, AskLedger as _, HOUR, SHORT, World, again, lapse};
+use async_trait::async_trait;
+use suite::{ALL, Ask as _, AskLedger as _, HOUR, SHORT, World, again, eventually, lapse};
 use tempfile::TempDir;
+use tokio::sync::Notify;
 use vedetta_core::JobState::{Done, Running, Waiting};
-use vedetta_core::queue::{Settled, Woken};
+use vedetta_core::queue::{Kept, Settled, Woken};
 use vedetta_db::rusqlite::Connection;
 use vedetta_db::{Db, Options, Purpose, Schema, Stop, WriteError};
 use vedetta_jobs::sqlite::{SCHEMA, SqliteJobs};
-use vedetta_jobs::{Claim, Enqueued, Filter, JobsError, NewJob};
+use vedetta_jobs::{
+    Claim, DEFAULT_QUEUE, Ear, Enqueued, Fate, Filter, Jobs, JobsError, NewJob, Note, Taken,
+    Wanted, Work, Worker,
+};
 
 jobs_suite!(crate::Sqlite);
 ledger_suite!(crate::Sqlite);
@@ -156,4 +163,77 @@ async fn a_file_from_before_jobs_had_traces_goes_on_as_it_was() {
     assert_eq!((given.claim.id.0, given.trace), (7, None));
     world.finish(given.claim).await;
     assert_eq!(world.job(given.claim.id).await.trace, None);
+}
+
+/// Jobs whose notes take their time, and what came before them that should not have.
+struct Slow {
+    jobs: Arc<SqliteJobs>,
+    /// A note is on its way.
+    telling: AtomicBool,
+    told: Notify,
+    ended: Notify,
+    overtaken: AtomicBool,
+}
+
+#[async_trait]
+impl Jobs for Slow {
+    async fn enqueue(&self, jobs: &[NewJob]) -> Result<Vec<Enqueued>, JobsError> {
+        self.jobs.enqueue(jobs).await
+    }
+
+    async fn take(&self, wanted: &Wanted<'_>) -> Result<Taken, JobsError> {
+        self.jobs.take(wanted).await
+    }
+
+    async fn keep(&self, held: &[(Claim, Note)]) -> Result<Vec<Kept>, JobsError> {
+        if held.iter().any(|(_, note)| !note.log.is_empty()) {
+            self.telling.store(true, Ordering::SeqCst);
+            self.told.notify_one();
+            self.ended.notified().await;
+            // On the one thread there is whoever would not wait has had its turn by then.
+            for _ in 0..100 {
+                tokio::task::yield_now().await;
+            }
+        }
+        let kept = self.jobs.keep(held).await;
+        self.telling.store(false, Ordering::SeqCst);
+        kept
+    }
+
+    async fn settle(&self, ended: &[(Claim, Fate)]) -> Result<Vec<Settled>, JobsError> {
+        self.overtaken.fetch_or(self.telling.load(Ordering::SeqCst), Ordering::SeqCst);
+        self.jobs.settle(ended).await
+    }
+
+    async fn woken(&self, queue: &str, ear: &Ear) -> Woken {
+        self.jobs.woken(queue, ear).await
+    }
+}
+
+#[tokio::test]
+async fn what_a_job_said_is_there_before_its_end_also_if_it_ends_meanwhile() {
+    let world = Sqlite::new().await;
+    let slow = Arc::new(Slow {
+        jobs: Arc::clone(&world.jobs),
+        telling: AtomicBool::new(false),
+        told: Notify::new(),
+        ended: Notify::new(),
+        overtaken: AtomicBool::new(false),
+    });
+    let while_told = Arc::clone(&slow);
+    let worker = Worker::new(DEFAULT_QUEUE).handler("say", move |work: Work, (): ()| {
+        let slow = Arc::clone(&while_told);
+        async move {
+            work.log("a word");
+            slow.told.notified().await;
+            slow.ended.notify_one();
+            Ok::<_, JobsError>(())
+        }
+    });
+    let working = worker.start(Arc::clone(&slow) as Arc<dyn Jobs>).unwrap();
+    let id = world.add(NewJob::new("say")).await;
+    eventually("its end", async || world.state(id).await == Done).await;
+    assert!(!slow.overtaken.load(Ordering::SeqCst), "the end waits for what is on its way");
+    assert_eq!(world.job(id).await.log, "a word\n");
+    working.stop(Duration::ZERO).await;
 }

@@ -73,6 +73,8 @@ pub(super) struct State {
     is_recorded: bool,
     /// A message that could not be looked up.
     pub unanswered: Option<(JobId, SystemTime)>,
+    /// Something that is ready may have to be buried.
+    has_suspects: bool,
 }
 
 #[derive(Debug)]
@@ -151,6 +153,7 @@ impl State {
             cost: None,
             is_recorded,
             unanswered: None,
+            has_suspects: false,
         }
     }
 
@@ -216,20 +219,24 @@ impl State {
 
     /// Those.
     pub(super) fn poison(&mut self) -> Vec<Arc<Letter>> {
-        let is_poison =
-            |state: &Self, ready: &Ready| ready.is_known && state.is_poison(&ready.letter);
-        if !self.ready.iter().any(|ready| is_poison(self, ready)) {
+        if !self.has_suspects {
             return Vec::new();
         }
+        let is_poison =
+            |state: &Self, ready: &Ready| ready.is_known && state.is_poison(&ready.letter);
         let ready = std::mem::take(&mut self.ready);
         let (poison, ready): (Vec<_>, Vec<_>) =
             ready.into_iter().partition(|ready| is_poison(self, ready));
         self.ready = ready.into();
+        self.has_suspects = self.ready.iter().any(|ready| ready.letter.is_suspect());
         poison.into_iter().map(|ready| ready.letter).collect()
     }
 
     /// Those of which it is to be looked up whether they have ended before, and when they were asked for.
     pub(super) fn unknown(&self) -> Vec<(JobId, SystemTime)> {
+        if !self.is_recorded {
+            return Vec::new();
+        }
         let unknown = self.ready.iter().filter(|ready| !ready.is_known);
         unknown.map(|ready| ready.letter.id()).collect()
     }
@@ -316,7 +323,15 @@ impl State {
         let now = Instant::now();
         self.held.retain(|_, held| now < held.until);
         self.settled.retain(|_, (_, until)| now < *until);
-        self.ready.retain(|ready| now < ready.at + ack_wait);
+        self.forget_untaken(ack_wait);
+    }
+
+    /// Forgets what was ready for so long that somebody else has it by now.
+    pub(super) fn forget_untaken(&mut self, ack_wait: Duration) {
+        let now = Instant::now();
+        while self.ready.front().is_some_and(|oldest| now >= oldest.at + ack_wait) {
+            self.ready.pop_front();
+        }
     }
 
     /// Whether a message is here.
@@ -332,7 +347,7 @@ impl State {
 
     /// Where to acknowledge what is ready since before then.
     pub(super) fn came_before(&self, then: Instant) -> Vec<Subject> {
-        let early = self.ready.iter().filter(|ready| ready.at < then);
+        let early = self.ready.iter().take_while(|ready| ready.at < then);
         early.map(|ready| ready.letter.reply.clone()).collect()
     }
 
@@ -363,6 +378,7 @@ impl State {
             self.ready.retain(|ready| ready.letter.sequence != sequence);
         }
         let is_known = !self.is_recorded;
+        self.has_suspects |= letter.is_suspect();
         self.ready.push_back(Ready { letter, at: self.heard_at, is_known });
         self.held.remove(&sequence).is_some()
     }

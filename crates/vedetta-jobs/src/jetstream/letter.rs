@@ -180,6 +180,11 @@ impl Letter {
         (JobId(self.sequence), whole_millis(self.published))
     }
 
+    /// Whether it is no job, or may have been begun too often: not each delivery was an attempt.
+    pub(super) fn is_suspect(&self) -> bool {
+        self.asked.as_ref().map_or(true, |asked| self.delivered > asked.max_attempts)
+    }
+
     /// Whose it is that gets this delivery.
     pub(super) fn claim(&self) -> Claim {
         Claim { id: JobId(self.sequence), token: self.delivery }
