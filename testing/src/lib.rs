@@ -1,9 +1,11 @@
-//! What tests need of the world outside: real etcd clusters, Janus, NATS, PostgreSQL and Redis servers, a collector
-//! of telemetry, and links that can be cut.
+//! What tests need of the world outside: real etcd clusters, Janus, NATS, PostgreSQL and Redis servers, a browser,
+//! a collector of telemetry, and links that can be cut.
 //!
 //! Only ever a dev-dependency. What cannot be had panics and says why.
 #![allow(clippy::missing_panics_doc, reason = "a test that cannot have its world should panic")]
 
+#[cfg(feature = "browser")]
+pub mod browser;
 pub mod collector;
 pub mod etcd;
 pub mod janus;

@@ -3,7 +3,8 @@ use std::path::PathBuf;
 
 use anyhow::Context as _;
 use clap::Args;
-use vedetta::db;
+use vedetta::db::rusqlite::{self, ErrorCode};
+use vedetta::{db, kv};
 
 /// Copy the database to a file, also while a server runs on it
 ///
@@ -21,7 +22,32 @@ pub(crate) struct Backup {
 impl Backup {
     pub(crate) fn run(self, out: &mut impl Write) -> anyhow::Result<()> {
         let database = self.data.join("vedetta.db");
+        if !database.exists() {
+            let at = database.display();
+            anyhow::bail!("no backup was made: there is no database at {at}: check --data");
+        }
         db::backup(&database, &self.file).context("no backup was made")?;
         Ok(writeln!(out, "{} is a backup of {}", self.file.display(), database.display())?)
     }
+}
+
+/// What is wrong with a database; if it is damaged, also what to do.
+pub(crate) fn advised(error: &anyhow::Error) -> String {
+    if error.chain().any(is_damage) { with_advice(error) } else { format!("{error:#}") }
+}
+
+/// The same where it is known to be damaged.
+pub(crate) fn with_advice(error: &anyhow::Error) -> String {
+    format!(
+        "{error:#}; to start on a backup: mkdir -m 700 NEW && cp BACKUP NEW/vedetta.db && vedetta up --data NEW \
+         (and copy access.db, if people sign in)"
+    )
+}
+
+fn is_damage(cause: &(dyn std::error::Error + 'static)) -> bool {
+    use kv::OpenError::{Damaged, Gap, Miscounted};
+    let code = cause.downcast_ref().and_then(rusqlite::Error::sqlite_error_code);
+    matches!(code, Some(ErrorCode::DatabaseCorrupt | ErrorCode::NotADatabase))
+        || matches!(cause.downcast_ref(), Some(db::OpenError::DamagedLog { .. }))
+        || matches!(cause.downcast_ref(), Some(Damaged(_) | Gap(_) | Miscounted))
 }

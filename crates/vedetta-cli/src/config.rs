@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use clap::Args;
 use serde::Deserialize;
+use toml::de::{DeTable, DeValue};
 use vedetta::access::{Access, AccessError, Role, Secret};
 use vedetta::etcd::{BadEndpoint, ClientTls, Cluster, TlsFiles};
 use vedetta::kv;
@@ -154,8 +155,10 @@ pub(crate) enum ConfigError {
         "no supervisor with a queue to work is declared: add [supervisor.NAME] and a handler to the config file"
     )]
     NoSupervisor,
-    #[error("supervisor.{0}.min is more than its max")]
-    MinMax(String),
+    #[error("supervisor.{0}.min is {1} and its max is {2}: give a max that is not below")]
+    MinMax(String, u32, NonZeroU32),
+    #[error("supervisor.{0}.queues: {1}")]
+    SupervisorQueues(String, Box<ConfigError>),
     #[error("no handler is declared for the queue {0:?}: nobody could work it")]
     Undeclared(String),
     #[error(
@@ -481,9 +484,38 @@ impl Config {
         toml::from_str(text).map_err(|error| {
             let start = error.span().map_or(0, |span| span.start);
             let line = text.get(..start).unwrap_or_default().matches('\n').count() + 1;
-            (line, error.message().to_owned())
+            (line, explained(text, &error))
         })
     }
+}
+
+/// What is wrong, and with which key.
+fn explained(text: &str, error: &toml::de::Error) -> String {
+    let message = error.message();
+    let Some(span) = error.span() else { return message.to_owned() };
+    let table = DeTable::parse(text).ok();
+    let Some(path) = table.and_then(|table| path_to(table.get_ref(), span.start)) else {
+        return message.to_owned();
+    };
+    let value = text.get(span).unwrap_or_default();
+    if message.ends_with("expected a sequence") && value.starts_with(['"', '\'']) {
+        let key = path.rsplit('.').next().unwrap_or_default();
+        return format!("{path} is a list: give {key} = [{value}]");
+    }
+    format!("{path}: {message}")
+}
+
+/// The key that stands at a place of the text, or whose value does.
+fn path_to(table: &DeTable<'_>, at: usize) -> Option<String> {
+    table.iter().find_map(|(key, value)| {
+        let name = key.get_ref();
+        let within = match value.get_ref() {
+            DeValue::Table(inner) => path_to(inner, at).map(|rest| format!("{name}.{rest}")),
+            _ => None,
+        };
+        let is_here = || key.span().contains(&at) || value.span().contains(&at);
+        within.or_else(|| is_here().then(|| name.to_string()))
+    })
 }
 
 impl Store {
@@ -715,6 +747,22 @@ mod tests {
             ("[http]\nlisten = 'here'", 2, "socket address"),
             ("[shutdown]\ngrace = 'soon'", 2, "soon"),
             ("[store\n", 1, ""),
+            ("[handler.x]\nrun = './x.sh'", 2, "handler.x.run is a list: give run = ['./x.sh']"),
+            ("[handler.x]\nrun = 7", 2, "handler.x.run: invalid type"),
+            ("[handler.x]\nqueue = 'a'", 1, "handler.x: missing field `run`"),
+            (
+                "[supervisor.a]\nqueues = \"b\"",
+                2,
+                "supervisor.a.queues is a list: give queues = [\"b\"]",
+            ),
+            ("[supervisor.a]\nmin = '5'", 2, "supervisor.a.min: invalid type"),
+            ("[supervisor.a]\nmemory = 'much'", 2, "supervisor.a.memory: \"much\" is not a size"),
+            ("[supervisor.a]\nmni = 5", 2, "supervisor.a.mni: unknown field"),
+            (
+                "[supervisor]\nmin = 5",
+                2,
+                "supervisor.min: invalid type: integer `5`, expected a table",
+            ),
         ] {
             let (at, why) = Config::parse(text).unwrap_err();
             assert_eq!(at, line, "{text}: {why}");

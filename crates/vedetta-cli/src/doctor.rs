@@ -15,6 +15,7 @@ use vedetta::jobs::jetstream::{self, JetStream};
 use vedetta::kv;
 use vedetta::telemetry::Settings;
 
+use crate::backup;
 use crate::config::{Config, JobsAt, Place, runnable};
 use crate::exit::No;
 use crate::output::{self, Format};
@@ -191,7 +192,7 @@ fn database(data: &Path) -> Check {
     }
     match sound(data) {
         Ok(revision) => Check::ok(name, format!("every row is sound up to revision {revision}")),
-        Err(error) => Check::broken(name, format!("{error:#}")),
+        Err(error) => Check::broken(name, backup::advised(&error)),
     }
 }
 
@@ -206,7 +207,8 @@ fn sound(data: &Path) -> anyhow::Result<vedetta::Revision> {
         inspected => inspected?,
     };
     if let Some(first) = db::damage(&file)?.into_iter().next() {
-        anyhow::bail!("{} is damaged ({first}); restore a backup", file.display());
+        let damaged = anyhow::anyhow!("{} is damaged ({first})", file.display());
+        anyhow::bail!(backup::with_advice(&damaged));
     }
     Ok(kv::check(&connection)?)
 }

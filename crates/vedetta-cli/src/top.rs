@@ -147,6 +147,6 @@ fn drawn(look: &Look, server: &str) -> std::io::Result<Vec<u8>> {
     )?;
     queue::table(&mut out, &look.queues)?;
     writeln!(out)?;
-    worker::list(&mut out, &look.workers)?;
+    worker::list(&mut out, &look.workers, false)?;
     Ok(out)
 }

@@ -28,6 +28,7 @@ use vedetta::runtime::{Keys, Room, Watching};
 use vedetta::stage;
 use vedetta::telemetry::{Exporter, Settings};
 
+use crate::backup;
 use crate::config::{Addresses, Config, ConfigError, JobsAt, Own, Place};
 use crate::fleet::{Keeper, open_fleet, start_supervisors};
 use crate::streams::Recorded;
@@ -90,8 +91,11 @@ async fn run(config: &Config, place: &Place, addresses: Addresses) -> anyhow::Re
     let (http_listener, http) = listen(addresses.http, "--http", data).await?;
     let (etcd_listener, etcd) = listen(addresses.etcd, "--etcd", data).await?;
     let folder = DataFolder::open(data)?;
-    let db = Db::open(&db::Options::new(folder.database()), SCHEMAS)?;
-    let store = Store::open(db.clone(), config.store.options()).await?;
+    let damaged = |error: anyhow::Error| anyhow::anyhow!(backup::advised(&error));
+    let db = Db::open(&db::Options::new(folder.database()), SCHEMAS);
+    let db = db.map_err(|error| damaged(error.into()))?;
+    let store = Store::open(db.clone(), config.store.options()).await;
+    let store = store.map_err(|error| damaged(error.into()))?;
 
     let [stop, ending, workers_stop] = std::array::from_fn(|_| CancellationToken::new());
     let mut endpoint = Endpoint::new(store.clone());

@@ -30,7 +30,11 @@ pub(crate) struct Worker {
 enum Command {
     Run(run::Run),
     /// List workers and supervisors
-    List,
+    List {
+        /// Those that have stopped, too; `--output json` always has them
+        #[arg(long)]
+        all: bool,
+    },
     /// Have a supervisor start workers of a queue, beside those it has
     Start {
         /// The queue
@@ -109,12 +113,12 @@ impl Worker {
                 refused(&Client::new(&self.remote)?)?;
                 return run.run(self.remote.server());
             }
-            Command::List => {
+            Command::List { all: with_stopped } => {
                 let client = Client::new(&self.remote)?;
                 let all: Workers = client.get("/api/v1/workers")?;
                 return match self.remote.output {
                     Format::Json => Ok(output::json(out, &all)?),
-                    Format::Table => Ok(list(out, &all)?),
+                    Format::Table => Ok(list(out, &all, with_stopped)?),
                 };
             }
             Command::Start { queue, count, how } => {
@@ -134,7 +138,8 @@ impl Worker {
         let is_one = !path.contains("/terminate") && !is_restart;
         let before = if how.wait && is_restart { there(&client)? } else { BTreeSet::new() };
         let mut commands = if is_one {
-            vec![client.ask::<CommandInfo>(Method::POST, &path, body)?]
+            let told = client.ask::<CommandInfo>(Method::POST, &path, body);
+            vec![told.map_err(unknown)?]
         } else {
             client.ask::<Commands>(Method::POST, &path, body)?.commands
         };
@@ -166,6 +171,17 @@ impl Worker {
 
 fn path(id: &str, what: &str) -> String {
     format!("/api/v1/workers/{}/{what}", encode(id.as_bytes()))
+}
+
+/// Where to see who could be told instead.
+fn unknown(error: ClientError) -> ClientError {
+    match error {
+        ClientError::Refused { status: 404, message } => {
+            let message = format!("{message} (vedetta worker list shows who is there)");
+            ClientError::Refused { status: 404, message }
+        }
+        other => other,
+    }
 }
 
 /// Until it is known what became of it.
@@ -287,7 +303,8 @@ fn table(out: &mut impl Write, commands: &[CommandInfo]) -> std::io::Result<()> 
     output::table(out, ["COMMAND", "FOR", "WHAT", "STATE"], &rows)
 }
 
-pub(crate) fn list(out: &mut impl Write, all: &Workers) -> std::io::Result<()> {
+/// A table of workers and one of supervisors; of those that have stopped only how many they are, unless they are wanted.
+pub(crate) fn list(out: &mut impl Write, all: &Workers, with_stopped: bool) -> std::io::Result<()> {
     let ago = |ms: u64| {
         let whole = Duration::from_millis(ms - ms % 100);
         humantime::format_duration(whole).to_string()
@@ -308,7 +325,9 @@ pub(crate) fn list(out: &mut impl Write, all: &Workers) -> std::io::Result<()> {
             output::escape(worker.note.as_deref().unwrap_or_default().as_bytes()),
         ]
     };
-    let rows: Vec<[String; 10]> = all.workers.iter().map(row).collect();
+    let is_shown = |worker: &&WorkerInfo| with_stopped || worker.status != Status::Stopped;
+    let rows: Vec<[String; 10]> = all.workers.iter().filter(is_shown).map(row).collect();
+    let stopped = all.workers.len() - rows.len();
     let names = [
         "WORKER",
         "STATUS",
@@ -322,6 +341,9 @@ pub(crate) fn list(out: &mut impl Write, all: &Workers) -> std::io::Result<()> {
         "NOTE",
     ];
     output::table(out, names, &rows)?;
+    if stopped > 0 {
+        writeln!(out, "({stopped} stopped: vedetta worker list --all)")?;
+    }
     if all.supervisors.is_empty() {
         return Ok(());
     }

@@ -110,8 +110,9 @@ pub(crate) async fn add(
     let enqueued = ledger.enqueue(&jobs).await?;
     let any_new = enqueued.iter().any(|enqueued| enqueued.is_new);
     let status = if any_new { StatusCode::CREATED } else { StatusCode::OK };
+    let added = jobs.iter().zip(enqueued);
     let mut added: Vec<Added> =
-        jobs.iter().zip(enqueued).map(|(job, enqueued)| Added::new(job, enqueued)).collect();
+        added.map(|(job, enqueued)| Added::new(job, enqueued, &context.kinds)).collect();
     let body = match added.pop() {
         Some(only) if alone => OneOrMany::One(only),
         last => {

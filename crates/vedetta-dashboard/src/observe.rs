@@ -59,8 +59,8 @@ struct Book {
     touched: Option<Touched>,
     /// Of which it is not known how long they waited.
     samples: Vec<JobId>,
-    /// What was over when it was last counted, by queue.
-    over: BTreeMap<String, (u64, u64)>,
+    /// What was over when it was last counted, by queue; nothing before the first time.
+    over: Option<BTreeMap<String, (u64, u64)>>,
 }
 
 struct Held {
@@ -223,17 +223,21 @@ impl Observed {
         for queue in queues {
             let depth = Depth { ready: queue.ready, running: queue.running, oldest: queue.oldest };
             book.stats.holds(&queue.name, second, depth);
-            if self.alone {
-                continue;
-            }
-            let now = (queue.done, queue.dead);
-            if let Some((done, dead)) = book.over.insert(queue.name.clone(), now) {
-                // Fewer are left where some were removed.
-                book.stats.ended(&queue.name, second, Ended::Done, now.0.saturating_sub(done));
-                book.stats.ended(&queue.name, second, Ended::Failed, now.1.saturating_sub(dead));
+        }
+        if !self.alone {
+            let now = queues.iter().map(|queue| (queue.name.clone(), (queue.done, queue.dead)));
+            // What was over before the first look did not end while this server was there.
+            if let Some(before) = book.over.replace(now.collect()) {
+                for queue in queues {
+                    let (done, dead) = before.get(&queue.name).copied().unwrap_or_default();
+                    // Fewer are left where some were removed.
+                    let done = queue.done.saturating_sub(done);
+                    let dead = queue.dead.saturating_sub(dead);
+                    book.stats.ended(&queue.name, second, Ended::Done, done);
+                    book.stats.ended(&queue.name, second, Ended::Failed, dead);
+                }
             }
         }
-        book.over.retain(|name, _| queues.iter().any(|queue| queue.name == *name));
         book.workers.retain(|_, seen| seen.at.elapsed() < SILENT);
     }
 
@@ -253,6 +257,11 @@ impl Observed {
     pub(crate) fn read(&self, span: Span, only: Option<&str>) -> Read {
         let second = self.second();
         self.book.lock().stats.read(span, second, only)
+    }
+
+    /// For how long it has been counting.
+    pub(crate) fn age(&self) -> Duration {
+        self.started.0.elapsed()
     }
 
     pub(crate) fn totals(&self) -> BTreeMap<String, Totals> {

@@ -776,6 +776,7 @@ fn jobs() -> Schemas {
                 ("queue", text()),
                 ("status", one("Status")),
                 ("new", said(flag(), "none waited under its unique_key")),
+                ("declared", said(flag(), "the config file has a handler of its kind")),
             ]),
         ),
         (

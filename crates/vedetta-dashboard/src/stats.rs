@@ -363,7 +363,7 @@ pub(crate) struct Read {
     pub(crate) queues: BTreeMap<String, Points>,
 }
 
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize)]
 pub(crate) struct Points {
     pub(crate) done: Vec<u32>,
     pub(crate) failed: Vec<u32>,

@@ -62,6 +62,7 @@ impl Bus {
 
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(expecting = "a table such as [supervisor.default]")]
 pub(super) struct Supervisor {
     queues: Vec<String>,
     balance: Spread,
@@ -195,9 +196,10 @@ impl Config {
         self.bus.at()?;
         for (name, table) in &self.supervisor {
             if table.min > table.max.get() {
-                return Err(ConfigError::MinMax(name.0.clone()));
+                return Err(ConfigError::MinMax(name.0.clone(), table.min, table.max));
             }
-            self.check_worked(&table.queues)?;
+            let in_it = |error| ConfigError::SupervisorQueues(name.0.clone(), Box::new(error));
+            self.check_worked(&table.queues).map_err(in_it)?;
         }
         Ok(())
     }

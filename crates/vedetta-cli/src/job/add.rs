@@ -3,6 +3,8 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::Args;
+use vedetta::fleet::roster::Status;
+use vedetta::fleet::wire::{WorkerInfo, Workers};
 use vedetta::jobs::wire::Added;
 use vedetta::jobs::{Asked, Json, When};
 
@@ -71,6 +73,10 @@ impl Add {
             trace: std::env::var("TRACEPARENT").ok().and_then(|text| text.parse().ok()),
         };
         let added: Added = client.post("/api/v1/jobs", &asked)?;
+        // Programs read it in the answer.
+        if !added.declared && format == Format::Table {
+            hint(client, &added);
+        }
         if self.wait {
             return wait::wait(client, format, &[added.id], out);
         }
@@ -82,6 +88,25 @@ impl Add {
             Format::Table => writeln!(out, "job {} waits already under that key", added.id)?,
         }
         Ok(())
+    }
+}
+
+/// Says that the job may wait for ever, unless somebody works who may have a handler of its own.
+fn hint(client: &Client, added: &Added) {
+    let is_other = |worker: &WorkerInfo| {
+        let is_ours = worker.inside || worker.supervisor.is_some();
+        worker.status != Status::Stopped && !is_ours && worker.queues.contains(&added.queue)
+    };
+    let others: Option<Workers> = client.get("/api/v1/workers").ok();
+    if others.is_some_and(|all| !all.workers.iter().any(is_other)) {
+        let kind = output::one_line(&added.kind);
+        let is_bare = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
+        let key = if kind.chars().all(is_bare) { kind.clone() } else { format!("{kind:?}") };
+        eprintln!(
+            "vedetta: hint: no handler is declared for the kind {kind:?}: add [handler.{key}] to the config file, or \
+             take it from the queue {} yourself",
+            output::one_line(&added.queue)
+        );
     }
 }
 

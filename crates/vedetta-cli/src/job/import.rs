@@ -78,6 +78,9 @@ impl Import {
         }
         ended.with_context(|| {
             let Imported { lines, jobs, .. } = done;
+            if lines == 0 {
+                return "nothing was imported".to_owned();
+            }
             format!("imported {jobs} jobs, up to line {lines}; go on with --skip {lines}")
         })
     }
@@ -108,7 +111,8 @@ fn import(
             continue;
         }
         if !line.trim_ascii().is_empty() {
-            let asked: Asked = serde_json::from_slice(&line).map_err(|error| wrong(&error))?;
+            let asked: Asked =
+                serde_json::from_slice(&line).map_err(|error| wrong(&within(&error)))?;
             // What the server does not know better.
             Kinds::default().complete(asked.clone()).map_err(|error| wrong(&error))?;
             batch.jobs.push(asked);
@@ -123,6 +127,15 @@ fn import(
     send(client, &mut batch, bar, done)?;
     done.lines = number.max(skip);
     Ok(())
+}
+
+/// What is wrong with a line, and where; the line of the file is told by others.
+fn within(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    match text.rsplit_once(" at line ") {
+        Some((why, _)) => format!("{why}, at column {}", error.column()),
+        None => text,
+    }
 }
 
 fn send(

@@ -22,7 +22,7 @@ enum Command {
     /// Grant a lease and print its id
     Grant {
         /// How long it lasts unless it is kept, for example 10s or 5m
-        #[arg(value_parser = humantime::parse_duration)]
+        #[arg(value_parser = ttl)]
         ttl: Duration,
     },
     /// Keep a lease alive until interrupted, or until it is gone
@@ -45,6 +45,11 @@ enum Command {
     },
     /// List all leases
     List,
+}
+
+fn ttl(text: &str) -> Result<Duration, &'static str> {
+    let ttl = humantime::parse_duration(text).ok().filter(|ttl| ttl.as_millis() > 0);
+    ttl.ok_or("give a time with its unit, of at least 1ms, such as 10s or 5m")
 }
 
 #[derive(Serialize, Deserialize)]

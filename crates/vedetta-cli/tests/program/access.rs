@@ -9,14 +9,14 @@ use serde_json::Value;
 
 use crate::support::{Ran, Server, http, run, temp, until, vedetta};
 
-const PASSWORD: &str = "correct horse";
+pub(crate) const PASSWORD: &str = "correct horse";
 
 fn config(folder: &Path, text: &str) {
     fs::write(folder.join("vedetta.toml"), text).unwrap();
 }
 
 /// Runs a command with a line on stdin.
-fn typed(folder: &Path, args: &[&str], line: &str) -> Ran {
+pub(crate) fn typed(folder: &Path, args: &[&str], line: &str) -> Ran {
     let mut command = vedetta(folder);
     let command = command.args(args).stdin(Stdio::piped());
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
@@ -26,7 +26,7 @@ fn typed(folder: &Path, args: &[&str], line: &str) -> Ran {
 }
 
 /// A new token.
-fn token(folder: &Path, name: &str, role: &str) -> String {
+pub(crate) fn token(folder: &Path, name: &str, role: &str) -> String {
     let made = run(folder, &["token", "add", name, "--role", role]);
     assert_eq!(made.code, 0, "{made:?}");
     made.out.trim().to_owned()

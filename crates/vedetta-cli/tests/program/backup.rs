@@ -64,6 +64,7 @@ fn a_backup_never_overwrites_and_needs_a_database() {
     let none = run(folder.path(), &["backup", "copy.db"]);
     assert_eq!(none.code, 1, "{none:?}");
     assert!(none.err.contains("there is no database at vedetta-data/vedetta.db"), "{none:?}");
+    assert!(none.err.contains("check --data"), "{none:?}");
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
 
     Server::start(folder.path()).stop();

@@ -69,6 +69,9 @@ fn a_sound_folder_is_fine_with_and_without_a_server() {
     assert!(table.out.starts_with("CHECK"), "{table:?}");
 }
 
+/// What is to be done about a database that is damaged.
+const MENDS: &str = "cp BACKUP NEW/vedetta.db && vedetta up --data NEW";
+
 #[test]
 fn a_flipped_bit_in_a_value_is_found() {
     let folder = temp();
@@ -85,10 +88,11 @@ fn a_flipped_bit_in_a_value_is_found() {
     let (ran, state, detail) = doctor(folder.path(), "database");
     assert_eq!((ran.code, state.as_str()), (1, "broken"), "{ran:?}");
     assert!(detail.contains("the row of revision 2 is damaged"), "{detail}");
+    assert!(detail.contains(MENDS), "{detail}");
 
     let refused = run(folder.path(), &["up", "--http", "127.0.0.1:0"]);
     assert_eq!(refused.code, 1, "{refused:?}");
-    assert!(refused.err.contains("restore a backup"), "{refused:?}");
+    assert!(refused.err.contains(MENDS), "{refused:?}");
 }
 
 #[test]
@@ -108,6 +112,7 @@ fn a_flipped_bit_in_a_lease_is_found() {
     let refused = run(folder.path(), &["up", "--http", "127.0.0.1:0"]);
     assert_eq!(refused.code, 1, "{refused:?}");
     assert!(refused.err.contains("the row of a lease is damaged"), "{refused:?}");
+    assert!(detail.contains(MENDS) && refused.err.contains(MENDS), "{detail}: {refused:?}");
 }
 
 #[test]
@@ -128,7 +133,7 @@ fn a_log_whose_middle_is_damaged_is_found() {
     fs::write(&log, &bytes).unwrap();
     let (ran, state, detail) = doctor(folder.path(), "database");
     assert_eq!((ran.code, state.as_str()), (1, "broken"), "{ran:?}");
-    assert!(detail.contains("the log of") && detail.contains("restore a backup"), "{detail}");
+    assert!(detail.contains("the log of") && detail.contains(MENDS), "{detail}");
     assert_eq!(fs::read(&log).unwrap(), bytes, "nothing was changed");
 }
 
@@ -145,6 +150,9 @@ fn a_damaged_file_a_foreign_one_and_a_newer_one_are_found() {
         fs::write(&file, content).unwrap();
         let (ran, state, detail) = doctor(folder.path(), "database");
         assert_eq!((ran.code, state.as_str()), (1, "broken"), "{what}: {detail}");
+        assert!(detail.contains(MENDS), "{what}: {detail}");
+        let refused = run(folder.path(), &["up", "--http", "127.0.0.1:0"]);
+        assert!(refused.code == 1 && refused.err.contains(MENDS), "{what}: {refused:?}");
     }
     fs::write(&file, &sound).unwrap();
     let newer = rusqlite::Connection::open(&file).unwrap();

@@ -349,7 +349,8 @@ async fn jobs_of_a_stream_are_added_called_off_and_held_up_by_hand() {
         fetch-timeout = "1s"
         nats = { stream = "MEDIA", subject = "media.events", durable = "worker", max-ack-pending = 8 }
         [handler.film]
-        run = ["sh", "-c", "read file; test \"$file\" = null || exec sleep 600; echo '{\"result\": 7}'"]
+        # One that ends sooner than the next is fetched has another one taken ahead.
+        run = ["sh", "-c", "read file; test \"$file\" = null || exec sleep 600; sleep 0.3; echo '{\"result\": 7}'"]
         queue = "media"
         [handler.here]
         run = ["true"]
@@ -430,6 +431,13 @@ async fn what_is_over_is_gone_when_its_time_of_the_file_is_on_postgresql() {
     let postgres = testing::postgres::Server::start().await;
     let jobs = format!("[jobs]\nurl = '{}'\n", postgres.database().await);
     tokio::task::spawn_blocking(move || what_is_over_is_gone(&jobs)).await.unwrap();
+}
+
+#[tokio::test]
+async fn what_is_over_is_gone_when_its_time_of_the_file_is_over_redis() {
+    let redis = testing::redis::Server::start().await;
+    let bus = format!("[bus]\nurl = '{}'\n", redis.url());
+    tokio::task::spawn_blocking(move || what_is_over_is_gone(&bus)).await.unwrap();
 }
 
 /// With these lines before those of the test.

@@ -26,6 +26,7 @@ fn jobs_are_added_listed_shown_cancelled_and_retried() {
     let server = Server::start(folder.path());
     let added = ask(&server, &["job", "add", "pack", "--queue", "media"]);
     assert_eq!((added.code, added.out.as_str()), (0, "job 1 waits in media\n"), "{added:?}");
+    assert!(added.err.contains("no handler is declared for the kind \"pack\""), "{added:?}");
     std::fs::write(folder.path().join("payload.json"), "{\n \"n\": 1.50\n}\n").unwrap();
     let options = [
         "job",
@@ -118,6 +119,7 @@ fn waiting_ends_with_the_jobs_and_fails_unless_each_is_done() {
     let both = ask(&server, &["job", "wait", "1", "2"]);
     assert_eq!((both.code, both.err.as_str()), (1, "vedetta: not done: 1 of 2\n"));
     assert_eq!(ask(&server, &["job", "wait", "99"]).code, 3);
+    assert_eq!(ask(&server, &["job", "add", "good"]).err, "", "there is a handler");
     server.stop();
 }
 
@@ -227,6 +229,9 @@ fn many_jobs_are_imported_and_a_wrong_line_stops_its_batch_and_no_other() {
     assert!(stopped.err.contains("line 700: unknown field `colour`"), "{stopped:?}");
     assert!(stopped.err.contains("imported 500 jobs"), "{stopped:?}");
     assert!(stopped.err.contains("--skip 500"), "{stopped:?}");
+    std::fs::write(folder.path().join("bad.jsonl"), "{\"kind\": \"a\"}\n{\"kind\": }\n").unwrap();
+    let nothing = ask(&server, &["job", "import", "bad.jsonl"]).err;
+    assert_eq!(nothing, "vedetta: nothing was imported: line 2: expected value, at column 10\n");
 
     let lines: String = lines
         .lines()

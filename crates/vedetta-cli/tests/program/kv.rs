@@ -168,6 +168,7 @@ fn every_exit_code_means_what_the_help_says() {
         (&["put", "k", "v", "--lease", "none"], 2),
         (&["lease", "grant", "soon"], 2),
         (&["lease", "grant", "0s"], 2),
+        (&["lease", "grant", "10"], 2),
         (&["get", "k", "--limit", "3"], 2),
         (&["del", "", "--prefix"], 2),
         (&["get", "none"], 3),
@@ -181,6 +182,9 @@ fn every_exit_code_means_what_the_help_says() {
         let ran = server.kv(args);
         assert_eq!(ran.code, code, "{args:?}: {ran:?}");
         assert_eq!(ran.err.is_empty(), code == 0, "{args:?}: {ran:?}");
+        if args.starts_with(&["lease", "grant"]) {
+            assert!(ran.err.contains("with its unit") && ran.err.contains("10s"), "{ran:?}");
+        }
     }
     server.stop();
 

@@ -8,6 +8,7 @@ mod handler;
 mod job;
 mod killed;
 mod kv;
+mod page;
 mod stage;
 mod support;
 mod telemetry;

@@ -131,6 +131,8 @@ pub(crate) struct Server {
     /// Where it speaks etcd's protocols.
     pub(crate) etcd: String,
     folder: PathBuf,
+    /// What its commands sign in with.
+    token: Option<String>,
 }
 
 impl Server {
@@ -158,12 +160,18 @@ impl Server {
         }
         let url = url.expect("it says where the page is");
         let etcd = etcd.expect("it says where the endpoint is");
-        Self { running, url, etcd, folder: folder.to_owned() }
+        Self { running, url, etcd, folder: folder.to_owned(), token: None }
+    }
+
+    /// The same for commands that sign in.
+    pub(crate) fn signed_in(self, token: String) -> Self {
+        Self { token: Some(token), ..self }
     }
 
     pub(crate) fn command(&self, args: &[&str]) -> Command {
         let mut command = vedetta(&self.folder);
         command.env("VEDETTA_SERVER", &self.url).args(args);
+        command.envs(self.token.iter().map(|token| ("VEDETTA_TOKEN", token)));
         command
     }
 

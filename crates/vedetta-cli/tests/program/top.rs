@@ -22,14 +22,22 @@ fn without_a_terminal_it_shows_queues_and_workers_once() {
     assert!(ran.out.contains("1 workers") && ran.out.contains("DONE/MIN"), "{ran:?}");
     let json: Ran = server.command(&["top", "--output", "json"]).output().unwrap().into();
     assert_eq!(json.json()["workers"][0]["queues"][0], "mail");
-    // One that is gone is listed, and not counted.
+    // One that has stopped is neither listed nor counted.
     let ben = format!("{}/api/v1/workers/ben", server.url);
     let beat = serde_json::json!({ "queues": ["mail"] });
     http().post(format!("{ben}/beat")).send_json(beat).unwrap();
     assert!(shown().out.contains("2 workers"), "{:?}", shown());
     http().delete(&ben).call().unwrap();
     let ran = shown();
-    assert!(ran.out.contains("ben") && ran.out.contains("1 workers"), "{ran:?}");
+    assert!(!ran.out.contains("ben") && ran.out.contains("1 workers"), "{ran:?}");
+    assert!(ran.out.contains("(1 stopped: vedetta worker list --all)"), "{ran:?}");
+    let list = |args: &[&str]| -> String {
+        let ran = Ran::from(server.command(&["worker", "list"]).args(args).output().unwrap());
+        assert_eq!(ran.code, 0, "{ran:?}");
+        ran.out
+    };
+    assert!(!list(&[]).contains("ben") && list(&["--all"]).contains("ben"));
+    assert!(list(&["--output", "json"]).contains("ben"), "programs are told of all");
     server.stop();
 }
 

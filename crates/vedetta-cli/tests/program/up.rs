@@ -118,9 +118,9 @@ fn wrong_settings_are_refused_with_one_sentence_and_nothing_is_made() {
         (
             "[http]\nlisten = '127.0.0.1:0'\ncolor = 'red'",
             &[][..],
-            "vedetta.toml, line 3: unknown field `color`",
+            "vedetta.toml, line 3: http.color: unknown field `color`",
         ),
-        ("[store]\nquota = 'much'", &[], "line 2: \"much\" is not a size"),
+        ("[store]\nquota = 'much'", &[], "line 2: store.quota: \"much\" is not a size"),
         ("[store]\nurl = 'redis://localhost'", &[], "give \"embedded\""),
         ("[store]\nurl = 'etcd://'", &[], "store.url cannot be used"),
         ("[store]\nurl = 'etcd://me:secret@a'", &[], "no user and no password"),

@@ -225,13 +225,25 @@ fn a_command_that_outlasts_the_grace_or_a_second_signal_is_killed_with_its_child
 fn a_watcher_that_cannot_be_is_refused_with_one_sentence() {
     let run = "run = ['true']";
     for (name, body, sentence) in [
-        ("rooms", run.to_owned(), "line 1: missing field `prefix`"),
-        ("rooms", "prefix = '/rooms/'".into(), "line 1: missing field `run`"),
+        ("rooms", run.to_owned(), "line 1: watch.rooms: missing field `prefix`"),
+        ("rooms", "prefix = '/rooms/'".into(), "line 1: watch.rooms: missing field `run`"),
         ("rooms", format!("prefix = '/rooms'\n{run}"), "did you mean \"/rooms/\"?"),
-        ("rooms", format!("prefix = ''\n{run}"), "line 2: the prefix is empty"),
-        ("rooms", "prefix = 'p/'\nrun = []".into(), "line 3: run names no program"),
-        ("rooms", "prefix = 'p/'\nrun = ['', 'x']".into(), "line 3: run names no program"),
-        ("rooms", "prefix = 'p/'\nrun = 'true'".into(), "line 3: invalid type: string"),
+        ("rooms", format!("prefix = ''\n{run}"), "line 2: watch.rooms.prefix: the prefix is empty"),
+        (
+            "rooms",
+            "prefix = 'p/'\nrun = []".into(),
+            "line 3: watch.rooms.run: run names no program",
+        ),
+        (
+            "rooms",
+            "prefix = 'p/'\nrun = ['', 'x']".into(),
+            "line 3: watch.rooms.run: run names no program",
+        ),
+        (
+            "rooms",
+            "prefix = 'p/'\nrun = 'true'".into(),
+            "line 3: watch.rooms.run is a list: give run = ['true']",
+        ),
         ("rooms", format!("prefix = 'p/'\n{run}\nkeytypes = ['a']"), "unknown field `keytypes`"),
         (
             "rooms",
@@ -242,7 +254,7 @@ fn a_watcher_that_cannot_be_is_refused_with_one_sentence() {
         (
             "rooms",
             format!("prefix = 'p/'\n{run}\nparallel = 0"),
-            "line 4: invalid value: integer `0`",
+            "line 4: watch.rooms.parallel: invalid value: integer `0`",
         ),
         (
             "rooms",

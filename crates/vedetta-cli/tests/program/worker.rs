@@ -26,7 +26,7 @@ run = ['sh', '-c', 'sleep 600 & echo $$ $! >>started; while ! test -e go; do sle
 /// The same without anybody who works.
 const BARE: &str = "[bus]\npoll = '100ms'\n";
 
-fn supervised(settings: &str) -> String {
+pub(crate) fn supervised(settings: &str) -> String {
     format!("[shutdown]\ngrace = '20s'\n{HANDLERS}\n[supervisor.default]\n{settings}\n")
 }
 
@@ -45,30 +45,30 @@ fn list(server: &Server) -> Value {
 }
 
 /// Those that have not ended.
-fn workers(server: &Server) -> Vec<Value> {
+pub(crate) fn workers(server: &Server) -> Vec<Value> {
     let all = list(server)["workers"].as_array().cloned().unwrap_or_default();
     all.into_iter().filter(|worker| worker["status"] != "stopped").collect()
 }
 
-fn with_status(server: &Server, status: &str) -> Vec<Value> {
+pub(crate) fn with_status(server: &Server, status: &str) -> Vec<Value> {
     workers(server).into_iter().filter(|worker| worker["status"] == status).collect()
 }
 
-fn find(server: &Server, id: &str) -> Value {
+pub(crate) fn find(server: &Server, id: &str) -> Value {
     let all = list(server)["workers"].as_array().cloned().unwrap_or_default();
     all.into_iter().find(|worker| worker["id"] == id).unwrap_or_default()
 }
 
-fn until_running(server: &Server, count: usize) -> Vec<Value> {
+pub(crate) fn until_running(server: &Server, count: usize) -> Vec<Value> {
     until("the workers", || with_status(server, "running").len() == count);
     with_status(server, "running")
 }
 
-fn id(worker: &Value) -> String {
+pub(crate) fn id(worker: &Value) -> String {
     worker["id"].as_str().unwrap().to_owned()
 }
 
-fn pid(worker: &Value) -> String {
+pub(crate) fn pid(worker: &Value) -> String {
     worker["pid"].to_string()
 }
 
@@ -124,17 +124,17 @@ fn up_at(folder: &Path, url: &str) -> Server {
 }
 
 /// Variables that say where jobs and commands are.
-type Places<'a> = &'a [(&'a str, &'a str)];
+pub(crate) type Places<'a> = &'a [(&'a str, &'a str)];
 
-fn up_with(folder: &Path, address: &str, places: Places<'_>) -> Server {
+pub(crate) fn up_with(folder: &Path, address: &str, places: Places<'_>) -> Server {
     let mut command = vedetta(folder);
     Server::with(command.args(["up", "--http", address]).envs(places.iter().copied()), folder)
 }
 
-const ANY_PORT: &str = "127.0.0.1:0";
+pub(crate) const ANY_PORT: &str = "127.0.0.1:0";
 
 /// The same with the commands on a Redis.
-async fn over_redis(test: fn(Places<'_>)) {
+pub(crate) async fn over_redis(test: fn(Places<'_>)) {
     let redis = testing::redis::Server::start().await;
     let url = redis.url();
     let run = move || test(&[("VEDETTA_BUS_URL", &url)]);
@@ -142,7 +142,7 @@ async fn over_redis(test: fn(Places<'_>)) {
 }
 
 /// The same with everything but keys on a PostgreSQL.
-async fn on_postgresql(test: fn(Places<'_>)) {
+pub(crate) async fn on_postgresql(test: fn(Places<'_>)) {
     let postgres = testing::postgres::Server::start().await;
     let url = postgres.database().await;
     let run = move || test(&[("VEDETTA_JOBS_URL", &url)]);
@@ -179,7 +179,8 @@ fn workers_are_steered(places: Places<'_>) {
     let many = ask(&server, &["start", "default", "--count", "9"]);
     assert_eq!(many.code, 4, "{many:?}");
     assert!(many.err.contains("raise its max"), "{many:?}");
-    assert_eq!(ask(&server, &["stop", "nobody"]).code, 3);
+    let nobody = ask(&server, &["stop", "nobody"]);
+    assert!(nobody.code == 3 && nobody.err.contains("vedetta worker list"), "{nobody:?}");
 
     let all: Vec<String> = workers(&server).iter().map(id).collect();
     for worker in &all {
@@ -1164,8 +1165,11 @@ fn what_cannot_be_supervised_is_refused() {
     let folder = temp();
     let nats = "[queue.film]\nnats = { stream = 'S', subject = 's', durable = 'd' }\n[handler.film]\nrun = ['true']\nqueue = 'film'";
     for (text, why) in [
-        ("[supervisor.a]\nqueues = ['mail']", "no handler is declared for the queue \"mail\""),
-        ("[supervisor.a]\nmin = 3\nmax = 2", "min is more than its max"),
+        (
+            "[supervisor.a]\nqueues = ['mail']",
+            "supervisor.a.queues: no handler is declared for the queue \"mail\"",
+        ),
+        ("[supervisor.a]\nmin = 3\nmax = 2", "supervisor.a.min is 3 and its max is 2"),
         ("[supervisor.a]\nmax = 0", "nonzero"),
         ("[supervisor.a]\nbalance = 'fair'", "fair"),
         ("[bus]\nurl = 'amqp://me:secret@host'", "bus.url begins with \"amqp\""),

@@ -69,7 +69,7 @@ async fn body(context: &Context, mut query: Query) -> Result<Markup, ApiError> {
             button { "Show" }
         }
         div.charts {
-            (chart("Throughput", "throughput", range, only, &parts::throughput(points, name), &table("Throughput", &[("Done", counts(&points.done)), ("Failed", counts(&points.failed))])))
+            (chart("Throughput", "throughput", range, only, &parts::throughput(points, name, observed.age(), seconds), &table("Throughput", &[("Done", counts(&points.done)), ("Failed", counts(&points.failed))])))
             (chart("How long jobs ran", "run", range, only, &middle(&points.run_p50_ms, &points.run_p95_ms, "ran"), &table("How long jobs ran", &[("Half within", times(&points.run_p50_ms)), ("95 % within", times(&points.run_p95_ms))])))
             (chart("How long jobs waited", "wait", range, only, &middle(&points.wait_p50_ms, &points.wait_p95_ms, "waited"), &table("How long jobs waited", &[("Half within", times(&points.wait_p50_ms)), ("95 % within", times(&points.wait_p95_ms))])))
             (chart("How many were ready", "depth", range, only, &format!("{} at most", parts::number(deepest.into())), &table("How many were ready", &depths)))

@@ -81,14 +81,17 @@ async fn body(context: &Context, visit: &Visit, mut query: Query) -> Result<Mark
 }
 
 fn tiles(jobs: &JobsNow) -> Markup {
-    let running = html! { " of " span data-stat="jobs.capacity" data-b="number" { (number(jobs.capacity)) } " slots" };
+    let running = html! {
+        " in " span data-stat="jobs.slots" data-b="number" { (number(jobs.slots)) }
+        " of " span data-stat="jobs.capacity" data-b="number" { (number(jobs.capacity)) } " slots"
+    };
     let failed = html! { " " a href="/failed" { "see why" } };
     let oldest =
         jobs.oldest_ms.map_or("–".into(), |ms| span(std::time::Duration::from_millis(ms)));
     html! {
         dl.tiles {
             (tile("Ready", "jobs.ready", "number", &number(jobs.ready), None))
-            (tile("Running", "jobs.slots", "number", &number(jobs.slots), Some(running)))
+            (tile("Running", "jobs.running", "number", &number(jobs.running), Some(running)))
             (tile("Scheduled", "jobs.scheduled", "number", &number(jobs.scheduled), None))
             (tile("Done a minute", "jobs.done_per_minute", "number", &number(jobs.done_per_minute), None))
             (tile("Failed a minute", "jobs.failed_per_minute", "number", &number(jobs.failed_per_minute), None))
@@ -126,7 +129,7 @@ fn throughput(context: &Context, queues: &[QueueInfo], range: Range) -> Markup {
         read.step_ms,
         &[("Done", counts(&read.all.done)), ("Failed", counts(&read.all.failed))],
     );
-    let summary = parts::throughput(&read.all, name);
+    let summary = parts::throughput(&read.all, name, observed.age(), seconds);
     html! {
         (parts::chart("Throughput", "throughput", word, None, &summary, &table))
         nav.ranges aria-label="Range" {

@@ -362,11 +362,16 @@ pub(super) fn times(values: &[Option<u64>]) -> Vec<String> {
     values.iter().map(text).collect()
 }
 
-/// What was done and failed, in a sentence.
-pub(super) fn throughput(points: &Points, range: &str) -> String {
+/// What was done and failed, in a sentence; a server of that age knows of nothing before.
+pub(super) fn throughput(points: &Points, range: &str, age: Duration, seconds: u64) -> String {
     let sum = |values: &[u32]| values.iter().map(|value| u64::from(*value)).sum::<u64>();
     let (done, failed) = (sum(&points.done), sum(&points.failed));
-    format!("{} done and {} failed in the last {range}", number(done), number(failed))
+    let since = if age.as_secs() < seconds {
+        format!("since this server started, {} ago", coarse(age))
+    } else {
+        format!("in the last {range}")
+    };
+    format!("{} done and {} failed {since}", number(done), number(failed))
 }
 
 /// JSON with line breaks, as it was written otherwise: no number is read, so none is changed.
@@ -451,6 +456,14 @@ mod tests {
             ("999 B".into(), "1.5 kB".into(), "2.3 MB".into())
         );
         assert_eq!(number(1_234_567), "1\u{202f}234\u{202f}567");
+    }
+
+    #[test]
+    fn a_young_server_says_since_when_it_counts() {
+        let points = Points { done: vec![1, 2], failed: vec![1], ..Points::default() };
+        let after = |seconds| throughput(&points, "hour", Duration::from_secs(seconds), 3600);
+        assert_eq!(after(150), "3 done and 1 failed since this server started, 2m ago");
+        assert_eq!(after(3600), "3 done and 1 failed in the last hour");
     }
 
     #[test]

@@ -2,7 +2,6 @@
 //!
 //! With `VEDETTA_PICTURES=FOLDER` the test that visits every page leaves a picture of each there.
 
-mod browser;
 mod stories;
 #[expect(dead_code, reason = "the tests without a browser use the rest of it")]
 #[path = "../http/support.rs"]

@@ -7,6 +7,7 @@ use std::time::Duration;
 use fantoccini::Locator;
 use fantoccini::key::Key;
 use serde_json::{Value, json};
+use testing::browser::{Browser, Scripts};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use vedetta_access::{Access, Role};
@@ -17,7 +18,6 @@ use vedetta_jobs::{BoxError, Outcome, Worker};
 use vedetta_jobs::{Ledger as _, Mode};
 use vedetta_kv::Put;
 
-use crate::browser::{Browser, Scripts};
 use crate::support::{PATIENCE, Server};
 
 const HOSTILE: &str =
@@ -105,6 +105,7 @@ async fn a_job_is_followed_to_its_end_without_loading_the_page_again() {
     browser.says("[data-stat='jobs.ready']", "1").await;
     let taken = take(&server).await;
     assert_eq!(taken.0, next);
+    browser.says("[data-stat='jobs.running']", "1").await;
     settle(&server, &taken, json!({"outcome": "done"})).await;
     browser.says("#news li:first-child", "done").await;
     browser.says("[data-stat='jobs.ready']", "0").await;

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::{Value, json};
+use testing::browser::Browser;
 use vedetta_dashboard::Observed;
 use vedetta_jobs::{
     BoxError, Ledger as _, NewJob, Outcome, QueueCounts, When, Work, Worker, Working,
@@ -14,7 +15,6 @@ use vedetta_runtime::{Next, Reconcile, State, Watcher};
 use vedetta_stage::Records as _;
 use vedetta_stage::sqlite::{self, Records};
 
-use crate::browser::Browser;
 use crate::support::Server;
 
 /// Checks pages for what keeps people out; MPL-2.0, its licence is beside it.

@@ -26,8 +26,8 @@ async fn a_job_is_asked_for_taken_kept_and_settled() {
     let asked = r#"{"kind": "resize", "queue": "media", "payload": { "w":  1.50 }, "cost": 3, "tags": ["x"], "timeout": "90s"}"#;
     let added = server.json("POST /api/v1/jobs", asked).await;
     let id = added.json()["id"].as_u64().unwrap();
-    let expected =
-        json!({"id": id, "kind": "resize", "queue": "media", "status": "waiting", "new": true});
+    let expected = json!({"id": id, "kind": "resize", "queue": "media", "status": "waiting", "new": true,
+        "declared": false});
     assert_eq!((added.status, added.json()), (201, expected));
 
     let body = r#"{"worker": "anna", "max": 5, "lease_ms": 5000}"#;
@@ -87,7 +87,8 @@ async fn what_a_kind_says_is_added_and_what_is_asked_wins() {
     let kinds = Kinds(BTreeMap::from([("transcode".to_owned(), kind)]));
     let server = Server::start().await.serve_as(|api| api.kinds(kinds)).await;
     let payload = json!({"size": "1080p"});
-    server.post("/jobs", json!({"kind": "transcode", "payload": payload})).await;
+    let added = server.post("/jobs", json!({"kind": "transcode", "payload": payload})).await;
+    assert_eq!(added["declared"], true);
     server.post("/jobs", json!({"kind": "transcode", "payload": payload, "cost": 9})).await;
     let jobs = server.get("/api/v1/jobs?queue=media").await.json();
     assert_eq!((&jobs["jobs"][0]["cost"], &jobs["jobs"][1]["cost"]), (&json!(9), &json!(4)));

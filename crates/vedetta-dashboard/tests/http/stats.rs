@@ -108,7 +108,7 @@ async fn the_page_of_insights_shows_in_tables_what_was_counted() {
         rows.iter().map(|row| row[column].parse::<u64>().unwrap()).sum()
     };
     let (said, rows) = chart(&page, "Throughput");
-    assert_eq!(said, "3 done and 2 failed in the last 15 minutes");
+    assert!(said.starts_with("3 done and 2 failed since this server started, "), "{said}");
     assert_eq!((rows.len(), of(&rows, 0), of(&rows, 1)), (10, 3, 2));
     for (title, verb) in [("How long jobs ran", "ran"), ("How long jobs waited", "waited")] {
         let (said, rows) = chart(&page, title);
@@ -130,7 +130,7 @@ async fn the_page_of_insights_shows_in_tables_what_was_counted() {
 
     // Of one queue alone.
     let page = server.get("/insights?range=1h&queue=b").await.body;
-    assert_eq!(chart(&page, "Throughput").0, "0 done and 0 failed in the last hour");
+    assert!(chart(&page, "Throughput").0.starts_with("0 done and 0 failed"), "{page}");
     assert_eq!(chart(&page, "How many were ready").0, "4 at most");
     server.end().await;
 }
@@ -172,6 +172,22 @@ async fn what_others_settle_is_counted_by_what_is_kept() {
         }
         feed.event().await.unwrap();
     }
+
+    // A queue that is new: whatever is over in it ended here, also if nobody looked before.
+    server.jobs.enqueue(&[NewJob::new("pack").queue("new")]).await.unwrap();
+    let taken = server.jobs.take(&Wanted { queue: "new", ..wanted }).await.unwrap().jobs;
+    server.jobs.settle(&[(taken[0].claim, Fate::Done { result: None })]).await.unwrap();
+    let counted = async || {
+        let stats = server.get("/api/v1/stats").await.json();
+        let new = &stats["queues"]["new"];
+        new["done"].is_array() && sum(new, "done") == 1
+    };
+    testing::soon("it is counted", async {
+        while !counted().await {
+            feed.event().await.unwrap();
+        }
+    })
+    .await;
     server.end().await;
 }
 

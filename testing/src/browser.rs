@@ -1,4 +1,4 @@
-//! A browser that is told what to do, and ends with its test.
+//! A real browser that is told what to do, and ends with its test.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use tokio::io::AsyncBufReadExt as _;
 use tokio::process::{Child, Command};
 
-use crate::support::PATIENCE;
+use crate::PATIENCE;
 
 const FLAGS: [&str; 12] = [
     "--headless",
@@ -32,8 +32,11 @@ const FLAGS: [&str; 12] = [
     "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
 ];
 
-pub(crate) struct Browser {
-    pub(crate) client: Client,
+/// A browser with a profile of its own.
+#[derive(Debug)]
+pub struct Browser {
+    /// What the rest is done with.
+    pub client: Client,
     session: String,
     driver: SocketAddr,
     _process: Child,
@@ -41,18 +44,22 @@ pub(crate) struct Browser {
 }
 
 /// With or without scripts.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Scripts {
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scripts {
+    /// As most people have it.
     On,
+    /// As the careful have it.
     Off,
 }
 
 impl Browser {
-    pub(crate) async fn open() -> Self {
+    /// With scripts.
+    pub async fn open() -> Self {
         Self::with(Scripts::On).await
     }
 
-    pub(crate) async fn with(scripts: Scripts) -> Self {
+    /// A new one; returns when it can be told what to do.
+    pub async fn with(scripts: Scripts) -> Self {
         let mut process = Command::new("chromedriver")
             .args(["--port=0", "--allowed-ips=127.0.0.1"])
             .stdout(Stdio::piped())
@@ -101,7 +108,7 @@ impl Browser {
     }
 
     /// What the browser complained of since the last call.
-    pub(crate) fn complaints(&self) -> Vec<String> {
+    pub fn complaints(&self) -> Vec<String> {
         let log = self.command("POST", "/se/log", &json!({ "type": "browser" }));
         let entries = log["value"].as_array().unwrap_or_else(|| panic!("no log: {log}"));
         let bad =
@@ -116,7 +123,7 @@ impl Browser {
     }
 
     /// Has the window be that wide.
-    pub(crate) fn width(&self, width: u32) {
+    pub fn width(&self, width: u32) {
         self.size(width, 900.0);
     }
 
@@ -128,7 +135,7 @@ impl Browser {
     }
 
     /// A picture of the whole page, that wide.
-    pub(crate) fn picture(&self, width: u32) -> Vec<u8> {
+    pub fn picture(&self, width: u32) -> Vec<u8> {
         let size = self.protocol("Page.getLayoutMetrics", &json!({}))["cssContentSize"].clone();
         // What is out of sight is not drawn.
         self.size(width, size["height"].as_f64().unwrap_or(900.0));
@@ -138,17 +145,19 @@ impl Browser {
         BASE64_STANDARD.decode(data).expect("it is base64")
     }
 
-    pub(crate) async fn goto(&self, server: SocketAddr, path: &str) {
+    /// Opens a page of a server.
+    pub async fn goto(&self, server: SocketAddr, path: &str) {
         self.client.goto(&format!("http://{server}{path}")).await.unwrap();
     }
 
     /// The same, until what changes is followed.
-    pub(crate) async fn live(&self, server: SocketAddr, path: &str) {
+    pub async fn live(&self, server: SocketAddr, path: &str) {
         self.goto(server, path).await;
         self.find("#line[data-state=live]").await;
     }
 
-    pub(crate) async fn run(&self, script: &str) -> Value {
+    /// What a script returns.
+    pub async fn run(&self, script: &str) -> Value {
         self.client
             .execute(script, Vec::new())
             .await
@@ -156,7 +165,7 @@ impl Browser {
     }
 
     /// Waits for an element.
-    pub(crate) async fn find(&self, css: &str) -> Element {
+    pub async fn find(&self, css: &str) -> Element {
         let wait = self.client.wait().at_most(PATIENCE).every(Duration::from_millis(20));
         let found = wait.for_element(Locator::Css(css)).await;
         match found {
@@ -168,7 +177,7 @@ impl Browser {
     }
 
     /// Waits until an element says this.
-    pub(crate) async fn says(&self, css: &str, text: &str) {
+    pub async fn says(&self, css: &str, text: &str) {
         let mut last = String::new();
         let wait = async {
             loop {
@@ -187,7 +196,8 @@ impl Browser {
         assert!(said, "{css} does not say {text:?} but {last:?}");
     }
 
-    pub(crate) async fn click(&self, css: &str) {
+    /// Waits for an element, and clicks it.
+    pub async fn click(&self, css: &str) {
         self.find(css).await.click().await.unwrap_or_else(|error| panic!("{css}: {error}"));
     }
 }
