@@ -186,7 +186,7 @@ fn pull_dies_after(options: &Options) -> Duration {
 }
 
 /// How much of what was pulled the client holds for the intake. Beyond that it would drop messages, which would come
-/// again after `ack_wait` only: so it is more than several pulls bring, of which one is open at a time.
+/// again after `ack_wait` only: so it is more than several pulls bring, of which two are open at a time.
 fn inbox(options: &Options) -> usize {
     let pulled = usize::try_from(options.fetch_batch.get()).unwrap_or(usize::MAX);
     pulled.saturating_mul(8).clamp(1 << 16, Semaphore::MAX_PERMITS)
@@ -220,7 +220,7 @@ struct Shared {
     state: Mutex<State>,
     /// Nothing is handed out.
     is_paused: AtomicBool,
-    /// To the intake: end the pull that is open.
+    /// To the intake: end the pulls that are open.
     leave: mpsc::Sender<oneshot::Sender<()>>,
     /// For takes: something came, or a pull ended.
     turn: Notify,
@@ -512,11 +512,12 @@ impl Jobs for JetStream {
         let ours = shared.ours(ended, Instant::now(), &mut answers);
         let (done, rest): (Vec<_>, Vec<_>) =
             ours.into_iter().partition(|going| matches!(going.fate, Fate::Done { .. }));
+        let is_all = rest.is_empty();
         let rest = join_all(
             rest.iter()
                 .map(async |going| shared.settle(going).await.map(|settled| (going.at, settled))),
         );
-        let (done, rest) = join(shared.acknowledge(&done), rest).await;
+        let (done, rest) = join(shared.acknowledge(&done, is_all), rest).await;
         for answer in rest {
             let (at, settled) = answer?;
             answers[at] = settled;
@@ -589,7 +590,7 @@ impl Shared {
     /// nor when it may not deliver more: then it is asked.
     async fn look(&self, wanted: &Wanted<'_>) -> Result<(), JobsError> {
         // What has come just now may be on its way through the pull that is open.
-        let open = self.state.lock().pull.as_ref().map(|pull| pull.number);
+        let open = self.state.lock().newest_pull();
         if let Some(number) = open
             && self.brings(number, AT_ONCE).await != Brought::All
         {
@@ -635,7 +636,7 @@ impl Shared {
             let turn = self.turn.notified();
             let until = {
                 let state = self.state.lock();
-                if state.pull.as_ref().is_none_or(|pull| pull.number != number) {
+                if !state.is_open(number) {
                     return Brought::All;
                 }
                 if state.ready.len() >= BUNCH {
@@ -666,7 +667,7 @@ impl Shared {
     }
 
     /// Opens a pull for what there is, or else for what comes first, if there is room for more than is ready
-    /// and none is open.
+    /// and under way.
     async fn pull(&self, wanted: &Wanted<'_>) -> Result<Option<Opened>, JobsError> {
         let opened = {
             let mut state = self.state.lock();
@@ -692,7 +693,7 @@ impl Shared {
         };
         let asked = self.consumer.request_batch(request, inbox.as_str().into()).await;
         asked.map_err(|error| {
-            self.state.lock().pull = None;
+            self.state.lock().close(opened.number);
             unavailable("pulling", error)
         })?;
         Ok(Some(opened))
@@ -713,9 +714,10 @@ impl Shared {
     }
 
     fn hand_out(&self, wanted: &Wanted<'_>) -> Taken {
-        let mut jobs = Vec::new();
         let mut cost = 0_u32;
+        let now = SystemTime::now();
         let mut state = self.state.lock();
+        let mut jobs = Vec::with_capacity(state.ready.len().min(wanted.room as usize));
         state.forget_untaken(self.options.ack_wait);
         while cost < wanted.room {
             let Some((letter, asked, until)) = state.next(self.options.ack_wait) else { break };
@@ -740,15 +742,15 @@ impl Shared {
                 trace: asked.trace,
                 // When it was put back nobody has written down.
                 waited: (letter.delivered == 1)
-                    .then(|| SystemTime::now().duration_since(letter.published).ok())
+                    .then(|| now.duration_since(letter.published).ok())
                     .flatten(),
             });
         }
-        let nothing_more = state.ready.is_empty() && state.pull.is_some();
+        let nothing_more = state.ready.is_empty() && state.newest_pull().is_some();
         Taken { jobs, rest: nothing_more.then_some(self.options.fetch_timeout) }
     }
 
-    /// Ends the pull that is open and gives back what it brought. A worker that releases a job is about to
+    /// Ends the pulls that are open and gives back what they brought. A worker that releases a job is about to
     /// stop: the job should not come back to it.
     async fn step_back(&self) {
         let (done, is_done) = oneshot::channel();
@@ -818,8 +820,12 @@ impl Shared {
     }
 
     /// Records that jobs are done, and acknowledges them: the last is confirmed, and with it the others, as the
-    /// server takes them in order.
-    async fn acknowledge(&self, done: &[Going<'_>]) -> Result<Vec<(usize, Settled)>, JobsError> {
+    /// server takes them in order. If they are all that is settled, nothing can come between that and its answer.
+    async fn acknowledge(
+        &self,
+        done: &[Going<'_>],
+        is_all: bool,
+    ) -> Result<Vec<(usize, Settled)>, JobsError> {
         let Some((last, early)) = done.split_last() else { return Ok(Vec::new()) };
         let recorded = match &self.telling {
             None => None,
@@ -846,7 +852,9 @@ impl Shared {
                 None => state.held(going.claim, now).is_some(),
             };
             let settled = if is_ours { Settled::Gone } else { Settled::Stale };
-            state.settle(going.claim, settled, now + self.options.ack_wait);
+            if !is_all {
+                state.settle(going.claim, settled, now + self.options.ack_wait);
+            }
             (going.at, settled)
         };
         Ok(done.iter().enumerate().map(answer).collect())

@@ -9,7 +9,6 @@
 //! A job takes as many slots as it costs, or none, if its handler is made of parts that take their own. What
 //! it tells while it runs is stored with the next prolonging of its lease, which it hastens.
 
-use std::collections::{BTreeSet, HashMap};
 use std::future::Future;
 use std::num::NonZeroU32;
 use std::pin::Pin;
@@ -17,6 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use hashbrown::{HashMap, HashSet};
 use parking_lot::Mutex;
 use serde::de::DeserializeOwned;
 use tokio::sync::{Notify, broadcast};
@@ -295,7 +295,7 @@ impl Worker {
         let puller = Puller { limits, lease: self.lease, beat, poll: self.poll };
         let (name, queue) = (self.name.clone(), self.queue.clone());
         let events = broadcast::Sender::new(EVENTS_KEPT);
-        let running = Arc::<Mutex<BTreeSet<JobId>>>::default();
+        let running = Arc::<Mutex<HashSet<JobId>>>::default();
         let line = Arc::new(Line {
             jobs,
             worker: self,
@@ -340,7 +340,7 @@ pub struct Working {
     name: String,
     queue: String,
     room: Arc<Room>,
-    running: Arc<Mutex<BTreeSet<JobId>>>,
+    running: Arc<Mutex<HashSet<JobId>>>,
     events: broadcast::Sender<JobEvent>,
     pulling: Pulling,
 }
@@ -383,7 +383,9 @@ impl Working {
 
     /// The jobs that run.
     pub fn running(&self) -> Vec<JobId> {
-        self.running.lock().iter().copied().collect()
+        let mut running: Vec<JobId> = self.running.lock().iter().copied().collect();
+        running.sort_unstable();
+        running
     }
 
     /// Tells it to pause, to resume or to stop.
@@ -527,7 +529,7 @@ struct Line {
     ear: Ear,
     told_at: Mutex<Option<Instant>>,
     pace: Mutex<Pace>,
-    running: Arc<Mutex<BTreeSet<JobId>>>,
+    running: Arc<Mutex<HashSet<JobId>>>,
     /// What is said of jobs is said in turn: a log that is written twice at once loses lines.
     telling: tokio::sync::Mutex<()>,
     events: broadcast::Sender<JobEvent>,
@@ -731,10 +733,10 @@ impl Queue for Feed {
 struct Does(Arc<Line>);
 
 /// A job is seen to run until this is dropped.
-struct Seen(Arc<Mutex<BTreeSet<JobId>>>, JobId);
+struct Seen(Arc<Mutex<HashSet<JobId>>>, JobId);
 
 impl Seen {
-    fn new(running: &Arc<Mutex<BTreeSet<JobId>>>, id: JobId) -> Self {
+    fn new(running: &Arc<Mutex<HashSet<JobId>>>, id: JobId) -> Self {
         running.lock().insert(id);
         Self(Arc::clone(running), id)
     }

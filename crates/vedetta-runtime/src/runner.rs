@@ -152,38 +152,47 @@ impl<T: Send + 'static> Runner<T> {
     }
 
     /// Starts all that is due and fits. `work` gives the run of a key and its cost; without it the key is
-    /// not run. What costs nothing begins at once: it is made of parts, see [`Room::hold`].
+    /// not run. What costs nothing begins at once: it is made of parts, see [`Room::hold`]. Whether anything
+    /// was started.
     pub fn start_due<F>(
         &mut self,
         mut work: impl FnMut(Slot) -> Option<F>,
         cost: impl Fn(Slot) -> u32,
-    ) where
+    ) -> bool
+    where
         F: Future<Output = Result<T, Failure>> + Send + 'static,
     {
         if self.paused {
-            return;
+            return false;
         }
-        let now = self.now();
+        let mut started = false;
+        // One look at the clock for all that starts together.
+        let since = Instant::now();
+        let now = Moment::reached(since - self.began);
         loop {
             while let Some((held, slot)) = self.room.start() {
                 // Offers made while it stood before the slots are this run.
                 self.schedule.cancel(slot);
                 if let Some(work) = work(slot) {
                     self.standing -= 1;
-                    self.spawn(slot, Some(held), work);
+                    self.spawn(slot, Some(held), since, work);
+                    started = true;
                 } else {
                     self.room.release(held);
                     self.forget(slot);
                 }
             }
             if self.is_crowded() {
-                return;
+                return started;
             }
-            let Some(slot) = self.schedule.take(now) else { return };
+            let Some(slot) = self.schedule.take(now) else { return started };
             match cost(slot) {
                 // Its parts take slots.
                 0 => match work(slot) {
-                    Some(work) => self.spawn(slot, None, work),
+                    Some(work) => {
+                        self.spawn(slot, None, since, work);
+                        started = true;
+                    }
                     None => drop(self.schedule.finish(slot)),
                 },
                 cost => {
@@ -210,17 +219,17 @@ impl<T: Send + 'static> Runner<T> {
         let due = due.map(|at| self.instant(at));
         tokio::select! {
             biased;
-            Some(ended) = self.tasks.join_next_with_id() => Some(self.ended(ended)),
+            Some(ended) = self.tasks.join_next_with_id() => Some(self.ended(ended, Instant::now())),
             () = sleep_until(due.unwrap_or(self.began)), if due.is_some() => None,
             () = self.room.changed(), if !self.paused => None,
             else => std::future::pending().await,
         }
     }
 
-    /// A run that has ended by now.
-    pub fn try_next(&mut self) -> Option<Ended<T>> {
+    /// A run that has ended by `now`, which is one look at the clock for all of them.
+    pub fn try_next(&mut self, now: Instant) -> Option<Ended<T>> {
         let ended = self.tasks.try_join_next_with_id()?;
-        Some(self.ended(ended))
+        Some(self.ended(ended, now))
     }
 
     /// Ends all that runs; the ends still come from [`Self::next`].
@@ -259,7 +268,7 @@ impl<T: Send + 'static> Runner<T> {
         self.began + Duration::from_millis(at.as_millis()).min(FAR)
     }
 
-    fn spawn<F>(&mut self, slot: Slot, held: Option<Held>, work: F)
+    fn spawn<F>(&mut self, slot: Slot, held: Option<Held>, since: Instant, work: F)
     where
         F: Future<Output = Result<T, Failure>> + Send + 'static,
     {
@@ -285,10 +294,14 @@ impl<T: Send + 'static> Runner<T> {
             }
         });
         self.of_task.insert(abort.id(), slot);
-        self.taken.insert(slot, Place::Running { abort, held, since: Instant::now() });
+        self.taken.insert(slot, Place::Running { abort, held, since });
     }
 
-    fn ended(&mut self, ended: Result<(Id, Result<T, Failure>), JoinError>) -> Ended<T> {
+    fn ended(
+        &mut self,
+        ended: Result<(Id, Result<T, Failure>), JoinError>,
+        now: Instant,
+    ) -> Ended<T> {
         let (id, outcome) = match ended {
             Ok((id, Ok(done))) => (id, Outcome::Done(done)),
             Ok((id, Err(failure))) => (id, Outcome::Failed(failure)),
@@ -304,7 +317,7 @@ impl<T: Send + 'static> Runner<T> {
         if let Some(held) = held {
             self.room.release(held);
         }
-        Ended { slot, took: since.elapsed(), outcome, again: self.schedule.finish(slot) }
+        Ended { slot, took: now - since, outcome, again: self.schedule.finish(slot) }
     }
 }
 

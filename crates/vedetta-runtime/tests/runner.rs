@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use vedetta_core::{Failure, Moment, Slot};
 use vedetta_runtime::{Limits, Outcome, Runner};
 
@@ -268,7 +268,7 @@ async fn a_million_waiting_keys_are_run_in_order() {
         runner.start_due(work, |_| 1);
         assert!(runner.running() <= 100);
         runner.next().await;
-        while runner.try_next().is_some() {}
+        while runner.try_next(Instant::now()).is_some() {}
     }
     assert_eq!(started, 1_000_000);
 }

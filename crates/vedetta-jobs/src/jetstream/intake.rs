@@ -1,7 +1,7 @@
 //! What was pulled and what was handed out.
 //!
 //! ```text
-//!              one pull at a time        take
+//!                    pull               take
 //!  JetStream ──────────────────► ready ──────► held ──settle──► acknowledged
 //!      ▲                           │
 //!      └──── not taken in time ────┘
@@ -12,6 +12,7 @@
 //! given back: it costs more than there is room for, or its worker takes no more.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::iter::{from_fn, once};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -37,13 +38,17 @@ const OVER: usize = 1 << 16;
 /// Messages taken in before anything else gets its turn.
 const TOGETHER: usize = 64;
 
+/// Pulls that are open at once, at most.
+const OPEN: usize = 2;
+
 /// How long the last messages of an inbox may take.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// All that changes.
 #[derive(Debug)]
 pub(super) struct State {
-    pub pull: Option<Pull>,
+    /// The open ones, in the order in which they are answered.
+    open: VecDeque<Pull>,
     /// Where pulls are answered, each under its number.
     inbox: String,
     /// How many there were.
@@ -78,8 +83,9 @@ pub(super) struct State {
 }
 
 #[derive(Debug)]
-pub(super) struct Pull {
-    pub number: u64,
+struct Pull {
+    number: u64,
+    batch: usize,
     missing: usize,
     /// If it gives no sign until then.
     dead_at: Instant,
@@ -138,7 +144,7 @@ impl Story {
 impl State {
     pub(super) fn new(inbox: String, is_recorded: bool) -> Self {
         Self {
-            pull: None,
+            open: VecDeque::with_capacity(OPEN),
             inbox,
             pulls: 0,
             was_full: false,
@@ -187,24 +193,43 @@ impl State {
         self.over.get(&letter.sequence) == Some(&letter.published)
     }
 
-    /// Opens a pull for as much as there is room for, unless one is open; for one, before anything is known of
-    /// what they cost. Whatever does not fit has to be given back, and is then delivered once more.
+    /// Opens a pull for as much as there is room for; for one, before anything is known of what they cost. Whatever
+    /// does not fit has to be given back, and is then delivered once more. If one is open there is another for
+    /// many only, and once that one has brought half, so that the server need not wait for us between them.
     pub(super) fn open(&mut self, room: u32, most: usize, silence: Duration) -> Option<Opened> {
-        if self.pull.is_some() {
-            return None;
-        }
         #[allow(
             clippy::cast_possible_truncation,
             clippy::cast_sign_loss,
             reason = "neither large nor negative"
         )]
         let fit = self.cost.map_or(1, |cost| (f64::from(room) / cost) as usize);
+        let coming: usize = self.open.iter().map(|pull| pull.missing).sum();
+        let fit = fit.saturating_sub(coming);
+        let is_for_many = |pull: &Pull| fit >= BUNCH && pull.missing <= pull.batch / 2;
+        if self.open.len() >= OPEN || !self.open.iter().all(is_for_many) {
+            return None;
+        }
         let batch = fit.clamp(1, most);
         self.pulls += 1;
         self.was_full = false;
         let number = self.pulls;
-        self.pull = Some(Pull { number, missing: batch, dead_at: Instant::now() + silence });
+        let dead_at = Instant::now() + silence;
+        self.open.push_back(Pull { number, batch, missing: batch, dead_at });
         Some(Opened { number, batch, inbox: format!("{}.{number}", self.inbox) })
+    }
+
+    /// The last one that is open.
+    pub(super) fn newest_pull(&self) -> Option<u64> {
+        self.open.back().map(|pull| pull.number)
+    }
+
+    pub(super) fn is_open(&self, number: u64) -> bool {
+        self.open.iter().any(|pull| pull.number == number)
+    }
+
+    /// A pull brings nothing more.
+    pub(super) fn close(&mut self, number: u64) {
+        self.open.retain(|pull| pull.number != number);
     }
 
     /// The next message to hand out; those that are no jobs, or were begun too often, wait to be buried.
@@ -353,11 +378,12 @@ impl State {
 
     /// Takes in a message. Whether it was held here for so long that it is lost now. One that is held still goes on:
     /// the server has forgotten that it delivered it, and awaits the end of this delivery now.
-    fn arrived(&mut self, letter: Letter) -> bool {
-        if let Some(pull) = &mut self.pull {
+    fn arrived(&mut self, letter: Arc<Letter>, now: Instant) -> bool {
+        if let Some(pull) = self.open.front_mut() {
             pull.missing = pull.missing.saturating_sub(1);
             if pull.missing == 0 {
-                (self.pull, self.was_full) = (None, true);
+                self.open.pop_front();
+                self.was_full = true;
             }
         }
         if let Ok(asked) = &letter.asked {
@@ -365,8 +391,8 @@ impl State {
             // After a dear one fewer are pulled at once, after cheap ones more by and by.
             self.cost = Some(self.cost.map_or(cost, |last| cost.max(last + (cost - last) / 4.0)));
         }
-        self.heard_at = Instant::now();
-        let (sequence, letter) = (letter.sequence, Arc::new(letter));
+        self.heard_at = now;
+        let sequence = letter.sequence;
         let may_be_here = sequence <= self.newest;
         self.newest = self.newest.max(sequence);
         if let Some(held) = self.held.get_mut(&sequence).filter(|held| self.heard_at < held.until) {
@@ -411,12 +437,9 @@ pub(super) async fn run(
             () = stop.cancelled() => break,
             message = inbox.next() => {
                 let Some(message) = message else { break };
-                shared.take_in(message, &mut reader);
-                // And what came with it.
-                for _ in 1..TOGETHER {
-                    let Some(Some(message)) = inbox.next().now_or_never() else { break };
-                    shared.take_in(message, &mut reader);
-                }
+                let come_too = || inbox.next().now_or_never().flatten();
+                let come = once(message).chain(from_fn(come_too)).take(TOGETHER);
+                shared.take_in(come, &mut reader);
             }
             Some(done) = left.recv() => {
                 let name = shared.client.new_inbox();
@@ -440,26 +463,48 @@ pub(super) async fn run(
 }
 
 impl Shared {
-    fn take_in(&self, message: Message, reader: &mut Reader) {
-        match message.status {
-            None | Some(StatusCode::OK) => {
-                let Some(letter) = reader.read(message, &self.options) else { return };
-                let (was_held, is_one_more) = {
-                    let mut state = self.state.lock();
-                    let was_held = state.arrived(letter);
-                    let ready = state.ready.len();
-                    (was_held, ready > 1 && !ready.is_multiple_of(BUNCH) && state.pull.is_some())
-                };
-                if was_held {
-                    self.bell.ring(Woken::Look);
-                }
-                // Who is to take the first of them takes the others along.
-                if is_one_more {
-                    return;
+    /// Takes in what has come by now.
+    fn take_in(&self, come: impl Iterator<Item = Message>, reader: &mut Reader) {
+        // Rather too early than too late.
+        let now = Instant::now();
+        let mut letters = Vec::new();
+        for message in come {
+            match message.status {
+                None | Some(StatusCode::OK) => letters.extend(reader.read(message, &self.options)),
+                Some(status) => {
+                    self.have_come(std::mem::take(&mut letters), now);
+                    self.heard(&message, status);
+                    self.call();
                 }
             }
-            Some(status) => self.heard(&message, status),
         }
+        self.have_come(letters, now);
+    }
+
+    fn have_come(&self, letters: Vec<Arc<Letter>>, now: Instant) {
+        if letters.is_empty() {
+            return;
+        }
+        let (was_held, are_a_few_more) = {
+            let mut state = self.state.lock();
+            let before = state.ready.len();
+            let mut was_held = false;
+            letters.into_iter().for_each(|letter| was_held |= state.arrived(letter, now));
+            let ready = state.ready.len();
+            let has_grown = before == 0 || ready / BUNCH != before / BUNCH;
+            (was_held, !has_grown && !state.open.is_empty())
+        };
+        if was_held {
+            self.bell.ring(Woken::Look);
+        }
+        // Who is to take the first of them takes the others along.
+        if !are_a_few_more {
+            self.call();
+        }
+    }
+
+    /// Has somebody look at what is ready.
+    fn call(&self) {
         self.turn.notify_waiters();
         self.bell.ring(Woken::More);
     }
@@ -468,9 +513,10 @@ impl Shared {
     fn heard(&self, message: &Message, status: StatusCode) {
         let number = message.subject.rsplit('.').next().and_then(|number| number.parse().ok());
         let mut state = self.state.lock();
-        let Some(pull) = state.pull.as_mut().filter(|pull| Some(pull.number) == number) else {
+        let Some(pull) = state.open.iter_mut().find(|pull| Some(pull.number) == number) else {
             return;
         };
+        let number = pull.number;
         match status {
             StatusCode::IDLE_HEARTBEAT => {
                 pull.dead_at = Instant::now() + pull_dies_after(&self.options);
@@ -485,37 +531,37 @@ impl Shared {
                 self.untidy.notify_one();
             }
         }
-        state.pull = None;
+        state.close(number);
     }
 
     fn bury_dead_pull(&self) {
         let mut state = self.state.lock();
-        if state.pull.as_ref().is_some_and(|pull| pull.dead_at <= Instant::now()) {
-            state.pull = None;
+        let (now, before) = (Instant::now(), state.open.len());
+        state.open.retain(|pull| now < pull.dead_at);
+        if state.open.len() < before {
             drop(state);
-            self.turn.notify_waiters();
-            self.bell.ring(Woken::More);
+            self.call();
         }
     }
 
-    /// A connection that was lost took its pull with it, and there may be another server.
+    /// A connection that was lost took its pulls with it, and there may be another server.
     pub(super) fn reconnected(&self) {
         self.untidy.notify_one();
-        self.state.lock().pull = None;
-        self.turn.notify_waiters();
-        self.bell.ring(Woken::More);
+        self.state.lock().open.clear();
+        self.call();
     }
 
     /// Has nothing more come to an inbox, and gives back what did.
     async fn leave(&self, mut inbox: Subscriber, next: String) {
         {
             let mut state = self.state.lock();
-            (state.pull, state.inbox) = (None, next);
+            state.open.clear();
+            state.inbox = next;
         }
         if inbox.drain().await.is_ok() {
             let mut reader = Reader::new(&self.context);
             while let Ok(Some(message)) = timeout(LAST_WORDS, inbox.next()).await {
-                self.take_in(message, &mut reader);
+                self.take_in(once(message), &mut reader);
             }
         }
         let left = self.state.lock().overdue(Duration::ZERO);

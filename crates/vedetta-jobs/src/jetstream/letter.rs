@@ -8,6 +8,7 @@
 //! ```
 
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use async_nats::jetstream::{Context, message::PublishMessage};
@@ -161,7 +162,7 @@ impl Reader {
     }
 
     /// Nothing if it is no message of a stream.
-    pub(super) fn read(&mut self, message: Message, options: &Options) -> Option<Letter> {
+    pub(super) fn read(&mut self, message: Message, options: &Options) -> Option<Arc<Letter>> {
         let reply = message.reply.clone()?;
         self.0.message.reply = Some(reply.clone());
         // All that it says is in there.
@@ -170,7 +171,7 @@ impl Reader {
         let delivered = u32::try_from(info.delivered).unwrap_or(u32::MAX);
         let published = SystemTime::from(info.published);
         let asked = Asked::read(message.headers.as_ref(), || payload(&message.payload), options);
-        Some(Letter { message, reply, sequence, delivery, delivered, published, asked })
+        Some(Arc::new(Letter { message, reply, sequence, delivery, delivered, published, asked }))
     }
 }
 

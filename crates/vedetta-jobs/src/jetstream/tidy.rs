@@ -11,6 +11,7 @@
 //! left over has ended by its record: else it could not be told from what somebody works on. Without records each
 //! worker knows what it has ended itself; what one had ended that is gone by then stays there.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_nats::Message;
@@ -107,7 +108,7 @@ impl Shared {
         }
         let ended = match &self.telling {
             Some(telling) => {
-                let ids: Vec<_> = letters.iter().map(Letter::id).collect();
+                let ids: Vec<_> = letters.iter().map(|letter| letter.id()).collect();
                 telling.ended(&self.connection, &ids).await?
             }
             None => {
@@ -126,7 +127,11 @@ impl Shared {
     }
 
     /// A message of the stream, as if it had been delivered.
-    async fn lying(&self, stream: &Stream<()>, sequence: u64) -> Result<Option<Letter>, JobsError> {
+    async fn lying(
+        &self,
+        stream: &Stream<()>,
+        sequence: u64,
+    ) -> Result<Option<Arc<Letter>>, JobsError> {
         let found = match stream.get_raw_message(sequence).await {
             Ok(found) => found,
             Err(error) if error.kind() == RawMessageErrorKind::NoMessageFound => return Ok(None),

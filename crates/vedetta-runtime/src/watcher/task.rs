@@ -138,7 +138,8 @@ impl<S: Source, R: Reconcile> Task<S, R> {
         loop {
             // A feed that never pauses keeps neither others from the thread nor runs from ending.
             tokio::task::coop::consume_budget().await;
-            while let Some(run) = self.runner.try_next() {
+            let now = Instant::now();
+            while let Some(run) = self.runner.try_next(now) {
                 self.ended(run);
             }
             self.start_rebuild();
