@@ -232,6 +232,31 @@ impl State {
         self.open.retain(|pull| pull.number != number);
     }
 
+    /// A pull has ended with so many undelivered. The server deals to its pulls in turn, while here the oldest is
+    /// seen to get all: what one did not get the others have got.
+    fn ended(&mut self, number: u64, undelivered: usize) {
+        let ended = self.open.iter().find(|pull| pull.number == number);
+        let mut dealt = undelivered.saturating_sub(ended.map_or(0, |pull| pull.missing));
+        self.close(number);
+        self.open.retain_mut(|pull| {
+            let got = dealt.min(pull.missing);
+            dealt -= got;
+            pull.missing -= got;
+            pull.missing > 0
+        });
+    }
+
+    /// Counts a message to the oldest pull.
+    fn count(&mut self) {
+        if let Some(pull) = self.open.front_mut() {
+            pull.missing = pull.missing.saturating_sub(1);
+            if pull.missing == 0 {
+                self.open.pop_front();
+                self.was_full = true;
+            }
+        }
+    }
+
     /// The next message to hand out; those that are no jobs, or were begun too often, wait to be buried.
     /// It is held until `ack_wait` after it came.
     pub(super) fn next(&mut self, ack_wait: Duration) -> Option<(Arc<Letter>, Asked, Instant)> {
@@ -379,13 +404,7 @@ impl State {
     /// Takes in a message. Whether it was held here for so long that it is lost now. One that is held still goes on:
     /// the server has forgotten that it delivered it, and awaits the end of this delivery now.
     fn arrived(&mut self, letter: Arc<Letter>, now: Instant) -> bool {
-        if let Some(pull) = self.open.front_mut() {
-            pull.missing = pull.missing.saturating_sub(1);
-            if pull.missing == 0 {
-                self.open.pop_front();
-                self.was_full = true;
-            }
-        }
+        self.count();
         if let Ok(asked) = &letter.asked {
             let cost = f64::from(asked.cost);
             // After a dear one fewer are pulled at once, after cheap ones more by and by.
@@ -512,18 +531,17 @@ impl Shared {
     /// A pull gave a sign, or ended.
     fn heard(&self, message: &Message, status: StatusCode) {
         let number = message.subject.rsplit('.').next().and_then(|number| number.parse().ok());
+        let Some(number) = number else { return };
         let mut state = self.state.lock();
-        let Some(pull) = state.open.iter_mut().find(|pull| Some(pull.number) == number) else {
-            return;
-        };
-        let number = pull.number;
-        match status {
-            StatusCode::IDLE_HEARTBEAT => {
+        let open = state.open.iter_mut().find(|pull| pull.number == number);
+        match (status, open) {
+            (StatusCode::IDLE_HEARTBEAT, Some(pull)) => {
                 pull.dead_at = Instant::now() + pull_dies_after(&self.options);
                 return;
             }
-            StatusCode::TIMEOUT | StatusCode::NOT_FOUND => {}
-            other => {
+            (StatusCode::IDLE_HEARTBEAT, None) => return,
+            (StatusCode::TIMEOUT | StatusCode::NOT_FOUND, _) | (_, None) => {}
+            (other, Some(_)) => {
                 let why = message.description.as_deref().unwrap_or("no more is said");
                 let why = format!("the server ended a pull: {other}, {why}");
                 state.fault = Some(why);
@@ -531,7 +549,7 @@ impl Shared {
                 self.untidy.notify_one();
             }
         }
-        state.close(number);
+        state.ended(number, undelivered(message).unwrap_or(0));
     }
 
     fn bury_dead_pull(&self) {
@@ -577,5 +595,68 @@ impl Shared {
                 self.state.lock().forgive(letter.sequence);
             }
         }
+    }
+}
+
+/// How much of a pull that has ended was not delivered, if the message says so.
+fn undelivered(message: &Message) -> Option<usize> {
+    message.headers.as_ref()?.get("Nats-Pending-Messages")?.as_str().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cheap() -> State {
+        State { cost: Some(1.0), ..State::new("inbox".to_owned(), false) }
+    }
+
+    fn open(state: &mut State, room: u32) -> Option<u64> {
+        state.open(room, 1_000, Duration::from_secs(1)).map(|opened| opened.number)
+    }
+
+    #[test]
+    fn another_pull_is_opened_for_many_once_half_of_the_first_has_come() {
+        let mut state = cheap();
+        assert_eq!(open(&mut state, 1_000), Some(1));
+        (0..499).for_each(|_| state.count());
+        assert_eq!(open(&mut state, 1_000), None);
+        state.count();
+        assert_eq!(open(&mut state, 600), None, "few");
+        assert_eq!(open(&mut state, 1_000), Some(2));
+        assert_eq!(open(&mut state, 2_000), None, "a third");
+        (0..500).for_each(|_| state.count());
+        assert!(!state.is_open(1));
+        assert_eq!(state.newest_pull(), Some(2));
+    }
+
+    #[test]
+    fn what_one_pull_did_not_get_is_not_awaited_of_the_other() {
+        let mut state = cheap();
+        open(&mut state, 1_000);
+        (0..500).for_each(|_| state.count());
+        open(&mut state, 1_000);
+        // Dealt in turn: 50 to each.
+        (0..100).for_each(|_| state.count());
+        state.ended(1, 450);
+        (0..449).for_each(|_| state.count());
+        assert_eq!(state.newest_pull(), Some(2));
+        state.count();
+        assert_eq!(state.newest_pull(), None);
+    }
+
+    #[test]
+    fn a_pull_that_seemed_to_have_got_all_may_end_with_some_undelivered() {
+        let mut state = cheap();
+        open(&mut state, 1_000);
+        (0..500).for_each(|_| state.count());
+        open(&mut state, 1_000);
+        // Dealt in turn: 250 to each, which leaves 250 to each.
+        (0..500).for_each(|_| state.count());
+        state.ended(1, 250);
+        (0..249).for_each(|_| state.count());
+        assert_eq!(state.newest_pull(), Some(2));
+        state.count();
+        assert_eq!(state.newest_pull(), None);
     }
 }
