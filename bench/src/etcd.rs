@@ -47,7 +47,9 @@ rounds: Vedetta's over etcd's.
   p50 p99  in ms: of the answer to a call, of the delivery of an event since its put was sent, or of how
            late a key with a lease went since its lease was asked for
   µs       CPU of the server for each
-  MB       resident memory; in brackets without the pages of mapped files";
+  MB       resident memory; in brackets without the pages of mapped files
+
+`million` measures the program as it is released: build it before with `cargo build --release`.";
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -214,7 +216,7 @@ async fn million(args: &Args) -> anyhow::Result<Vec<String>> {
     let (mut etcd, mut ours) = (Vec::new(), Vec::new());
     for _ in 0..args.rounds {
         etcd.push(million::measure(Kind::Etcd).await?);
-        ours.push(million::measure(Kind::Vedetta).await?);
+        ours.push(million::measure(Kind::Up).await?);
     }
     let line = |name: &str, figure: fn(&million::Figures) -> f64, extra: Option<fn(&_) -> f64>| {
         let of = |side: &[million::Figures], figure: fn(&million::Figures) -> f64| {

@@ -52,6 +52,9 @@ pub(crate) struct Args {
     /// Every watcher has a key of its own, instead of all watching the prefix.
     #[arg(long)]
     distinct: bool,
+    /// So many more watch the prefix and never read.
+    #[arg(long, default_value_t = 0)]
+    stuck: u64,
     /// Measure here, without a heading.
     #[arg(long, hide = true)]
     here: bool,
@@ -69,8 +72,9 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         "watchers", "writes/s", "delivered/s", "floor/s", "ratio", "all behind by", "B/watcher"
     );
     for watchers in &args.watchers {
-        let (watchers, writes) = (watchers.to_string(), args.writes.to_string());
+        let [watchers, writes, stuck] = [*watchers, args.writes, args.stuck].map(|n| n.to_string());
         let mut one = vec!["fanout", "--here", "--watchers", &watchers, "--writes", &writes];
+        one.extend(["--stuck", &stuck]);
         if args.distinct {
             one.push("--distinct");
         }
@@ -107,6 +111,10 @@ async fn measure(args: &Args, watchers: u64) -> anyhow::Result<()> {
     let gained = resident()?.saturating_sub(before);
     let each = if watchers < 1_000 { "-".into() } else { (gained / watchers).to_string() };
 
+    let stuck = (0..args.stuck)
+        .map(|_| store.watch(KeyRange::prefix("/bench/"), WatchOptions::default()))
+        .collect::<Result<Vec<_>, _>>()?;
+
     let (stored, distinct) = (store.clone(), args.distinct);
     let write = move || {
         let store = stored.clone();
@@ -117,6 +125,7 @@ async fn measure(args: &Args, watchers: u64) -> anyhow::Result<()> {
         }
     };
     let ours = write_and_wait(args.writes, &delivered, write).await?;
+    drop(stuck);
     store.close().await;
     while let Some(done) = reading.join_next().await {
         done?;

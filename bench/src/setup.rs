@@ -26,8 +26,7 @@ pub(crate) fn file(folder: &Path) -> PathBuf {
 }
 
 pub(crate) async fn open(folder: &Path) -> anyhow::Result<Store> {
-    let mut options = vedetta_db::Options::new(file(folder));
-    options.ballast = 0;
+    let options = vedetta_db::Options::new(file(folder));
     let keep = Keep { revisions: None, age: None };
     let db = Db::open(&options, &[SCHEMA])?;
     Ok(Store::open(db, Options { keep, ..Options::default() }).await?)

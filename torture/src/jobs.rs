@@ -24,6 +24,7 @@ mod world;
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -131,6 +132,9 @@ impl Kind {
     }
 }
 
+/// Slots of a worker, unless said otherwise.
+pub const SLOTS: NonZeroU32 = NonZeroU32::new(16).expect("not zero");
+
 /// What is to happen.
 #[derive(Debug, Clone)]
 pub struct Setup {
@@ -144,6 +148,8 @@ pub struct Setup {
     pub between_faults: Option<Duration>,
     /// Worker processes.
     pub workers: usize,
+    /// Slots of each; as many messages are pulled from a stream at once, up to 256.
+    pub slots: NonZeroU32,
     /// How long a job is a worker's without a sign of life of it.
     pub lease: Duration,
     /// Decides about jobs and faults.
@@ -166,6 +172,9 @@ pub struct Command {
     /// How long passes between two faults, about.
     #[arg(long, default_value_t = 1.0)]
     seconds_between_faults: f64,
+    /// Slots of each of the four workers; as many messages are pulled from a stream at once, up to 256.
+    #[arg(long, default_value_t = SLOTS)]
+    slots: NonZeroU32,
     /// Decides about jobs and faults.
     #[arg(long, default_value_t = 0x5eed)]
     seed: u64,
@@ -183,6 +192,7 @@ impl Command {
             per_second: u64::MAX,
             between_faults: Some(Duration::try_from_secs_f64(self.seconds_between_faults)?),
             workers: 4,
+            slots: self.slots,
             lease: Duration::from_secs(3),
             seed: self.seed,
             program: std::env::current_exe()?,

@@ -3,8 +3,13 @@
 //! The story takes in notes. [`Story::check`] then reads everything out of a store that was reopened
 //! after a disaster, its whole history first, and lists what cannot be: a violation per line, none if
 //! the store kept its promises. It never panics, for a planted bug must be reported like a real one.
+//!
+//! Watchers go on after the disaster where each had left off: [`Story::follow`] has them read up to the newest
+//! revision, for one that stays silent has seen nothing wrong.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::future::poll_fn;
+use std::task::Poll;
 use std::time::Duration;
 
 use vedetta_core::{KeyRange, Revision};
@@ -32,6 +37,8 @@ pub struct Story {
     renewed: BTreeMap<i64, u64>,
     /// The highest revision that somebody was told of.
     highest: u64,
+    /// How many revisions each watcher saw that went on, at the last check.
+    resumed: [usize; WATCHED.len()],
     /// What was wrong before any check.
     wrong: Vec<String>,
 }
@@ -59,6 +66,45 @@ struct Track {
     /// Where it goes on.
     next: u64,
     seen: BTreeMap<u64, Vec<Ev>>,
+}
+
+/// A watcher that is gone after some revisions: the others keep up with the store, and have little left to see when they
+/// go on.
+#[derive(Debug, Clone, Default)]
+pub struct Away {
+    watcher: usize,
+    /// How many notes of it are still taken.
+    notes: usize,
+}
+
+impl Away {
+    /// One of [`WATCHED`].
+    pub fn by(seed: u64) -> Self {
+        let mut rng = fastrand::Rng::with_seed(seed);
+        Self { watcher: rng.usize(..WATCHED.len()), notes: rng.usize(..12) }
+    }
+
+    /// Whether nobody is there any more to make this note.
+    pub fn misses(&mut self, note: &Note) -> bool {
+        let (Note::Seen { watcher, .. } | Note::Compacted { watcher, .. }) = note else {
+            return false;
+        };
+        if *watcher != self.watcher {
+            return false;
+        }
+        let gone = self.notes == 0;
+        self.notes = self.notes.saturating_sub(1);
+        gone
+    }
+}
+
+/// What watchers see that go on where each has left off.
+#[derive(Debug, Clone)]
+pub struct Resumed {
+    /// The newest revision, up to which they read.
+    pub until: u64,
+    /// Revisions as they came, for each watcher of [`WATCHED`].
+    pub seen: Vec<Vec<(u64, Vec<Ev>)>>,
 }
 
 /// A key as a replay of the history makes it.
@@ -95,6 +141,7 @@ impl Default for Story {
             tracks: vec![track; WATCHED.len()],
             renewed: BTreeMap::new(),
             highest: Revision::FRESH.0,
+            resumed: [0; WATCHED.len()],
             wrong: Vec::new(),
         }
     }
@@ -104,6 +151,11 @@ impl Story {
     /// Where each watcher of [`WATCHED`] goes on.
     pub fn resume(&self) -> Vec<u64> {
         self.tracks.iter().map(|track| track.next).collect()
+    }
+
+    /// How many revisions each watcher of [`WATCHED`] saw at the last check, where it went on.
+    pub fn resumed(&self) -> [usize; WATCHED.len()] {
+        self.resumed
     }
 
     /// How many writes were acknowledged.
@@ -205,11 +257,37 @@ impl Story {
             .then(|| format!("revision {revision} was {before:?} and is now {events:?}"))
     }
 
-    /// Reads the whole store and lists what cannot be. The story then knows what the store knows, and
-    /// that no write under way until now can still come.
+    /// Lets the watchers go on in `store` until each has come to its newest revision. The story does not change: the
+    /// watchers of a workload go on from where they were, too.
+    pub async fn follow(&self, store: &Store) -> Result<Resumed, String> {
+        let until = store.revision().0;
+        let mut seen = Vec::new();
+        for (watcher, track) in self.tracks.iter().enumerate() {
+            let following = follow(store, WATCHED[watcher], track.resume(store), until);
+            let followed = tokio::time::timeout(PATIENCE, following).await;
+            let followed = followed.unwrap_or_else(|_| Err("it waits forever".to_owned()));
+            seen.push(followed.map_err(|why| format!("watcher {watcher} cannot go on: {why}"))?);
+        }
+        Ok(Resumed { until, seen })
+    }
+
+    /// Lets the watchers go on, reads the whole store and lists what cannot be. The story then knows what the store
+    /// knows, and that no write under way until now can still come.
     pub async fn check(&mut self, store: &Store) -> Vec<String> {
+        match self.follow(store).await {
+            Ok(resumed) => self.check_with(store, &resumed).await,
+            Err(broken) => {
+                let mut wrong = std::mem::take(&mut self.wrong);
+                wrong.push(broken);
+                wrong
+            }
+        }
+    }
+
+    /// The same, when the watchers have gone on already.
+    pub async fn check_with(&mut self, store: &Store, resumed: &Resumed) -> Vec<String> {
         let mut wrong = std::mem::take(&mut self.wrong);
-        match tokio::time::timeout(PATIENCE, self.compare(store, &mut wrong)).await {
+        match tokio::time::timeout(PATIENCE, self.compare(store, resumed, &mut wrong)).await {
             Ok(Ok(())) => {}
             Ok(Err(broken)) => wrong.push(broken),
             Err(_) => wrong.push("reading the store takes forever".to_owned()),
@@ -217,7 +295,12 @@ impl Story {
         wrong
     }
 
-    async fn compare(&mut self, store: &Store, wrong: &mut Vec<String>) -> Result<(), String> {
+    async fn compare(
+        &mut self,
+        store: &Store,
+        resumed: &Resumed,
+        wrong: &mut Vec<String>,
+    ) -> Result<(), String> {
         let status = store.status();
         let (current, compacted) = (status.revision.0, status.compacted.0);
         if current < self.highest {
@@ -257,6 +340,7 @@ impl Story {
             }
         }
         self.check_tracks(current, wrong);
+        self.check_resumed(store, resumed, &history, wrong);
         self.check_leases(store, &state, wrong);
         self.settle(current, &history);
         Ok(())
@@ -453,6 +537,38 @@ impl Story {
         }
     }
 
+    /// Each watcher that went on saw the rest of its keys' history, each event once and in order.
+    fn check_resumed(
+        &mut self,
+        store: &Store,
+        resumed: &Resumed,
+        history: &BTreeMap<u64, Vec<Ev>>,
+        wrong: &mut Vec<String>,
+    ) {
+        for (watcher, track) in self.tracks.iter().enumerate() {
+            let of_it = |event: &&Ev| event.key.starts_with(WATCHED[watcher]);
+            let mut expected: Vec<(u64, Vec<Ev>)> = Vec::new();
+            for (&revision, events) in history.range(track.resume(store)..) {
+                let events: Vec<Ev> = events.iter().filter(of_it).cloned().collect();
+                if revision <= resumed.until && !events.is_empty() {
+                    expected.push((revision, events));
+                }
+            }
+            let seen = resumed.seen.get(watcher).map_or(&[][..], |seen| seen);
+            self.resumed[watcher] = seen.len();
+            let differs = (0..expected.len().max(seen.len()))
+                .find(|&place| expected.get(place) != seen.get(place));
+            if let Some(place) = differs {
+                wrong.push(format!(
+                    "watcher {watcher}, resumed at {}, saw {:?}, but next is {:?}",
+                    track.next,
+                    seen.get(place),
+                    expected.get(place)
+                ));
+            }
+        }
+    }
+
     fn check_leases(&self, store: &Store, state: &State, wrong: &mut Vec<String>) {
         let mut revoked = BTreeMap::new();
         for t in self.tries.values() {
@@ -558,6 +674,13 @@ impl Story {
     }
 }
 
+impl Track {
+    /// Where it goes on in `store`: what was compacted meanwhile is lost to it.
+    fn resume(&self, store: &Store) -> u64 {
+        self.next.max(store.status().compacted.0)
+    }
+}
+
 impl Try {
     /// The lease of the directory that it makes.
     fn tree(&self) -> Option<i64> {
@@ -601,6 +724,34 @@ async fn history(
         }
     }
     Ok(history)
+}
+
+/// What one watcher sees from a revision until another, and no longer: revisions as they come.
+async fn follow(
+    store: &Store,
+    prefix: &'static str,
+    from: u64,
+    until: u64,
+) -> Result<Vec<(u64, Vec<Ev>)>, String> {
+    let options = WatchOptions { from: Some(Revision(from)), ..WatchOptions::default() };
+    let mut watcher = store
+        .watch(KeyRange::prefix(prefix), options)
+        .map_err(|error| format!("from {from}: {}", crate::bed::explain(&error)))?;
+    let mut seen = Vec::new();
+    loop {
+        // Of keys where nothing happened it says nothing, only how far it has come.
+        let next = poll_fn(|context| match watcher.poll_next(context) {
+            Poll::Ready(batch) => Poll::Ready(Some(batch)),
+            Poll::Pending if watcher.progress() >= Revision(until) => Poll::Ready(None),
+            Poll::Pending => Poll::Pending,
+        });
+        let Some(batch) = next.await else { return Ok(seen) };
+        let batch = batch.map_err(|error| crate::bed::explain(&error))?;
+        // What came after the start is not to be compared: a lease may end any time.
+        seen.extend(
+            by_revision(batch.iter()).into_iter().filter(|(revision, _)| *revision <= until),
+        );
+    }
 }
 
 /// Events of a batch, those of a revision together and sorted by key.

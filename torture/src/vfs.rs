@@ -41,7 +41,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::{fmt, fs};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock, RwLockWriteGuard};
 use rusqlite::ffi;
 
 pub use self::record::{Image, Images};
@@ -63,6 +63,11 @@ pub enum Times {
     Once,
     /// Until [`Disk::heal`].
     ForGood,
+}
+
+/// A database that waits, see [`Disk::hold_database`].
+pub struct Held {
+    _gate: RwLockWriteGuard<'static, ()>,
 }
 
 /// A handle of a registered disk; clones are the same disk.
@@ -147,6 +152,16 @@ impl Disk {
         std::mem::take(&mut *self.device().writers.lock())
     }
 
+    /// How often the log was asked to be synced so far.
+    pub fn log_syncs(&self) -> u64 {
+        self.device().log_syncs.load(Ordering::Relaxed)
+    }
+
+    /// Until the answer is dropped, whoever writes to the database itself waits. What is written to the log does not.
+    pub fn hold_database(&self) -> Held {
+        Held { _gate: self.device().database.write() }
+    }
+
     /// Holds all files together to `bytes`. A write that would need more fails with `SQLITE_FULL` and
     /// changes nothing; writing over what is there always works.
     pub fn limit(&self, bytes: Option<u64>) {
@@ -198,6 +213,9 @@ struct Device {
     reads: Reads,
     /// See [`Disk::take_writers`].
     writers: Mutex<BTreeSet<String>>,
+    /// Shared by those who write to the database, see [`Disk::hold_database`].
+    database: RwLock<()>,
+    log_syncs: AtomicU64,
     state: Mutex<State>,
 }
 
@@ -250,14 +268,21 @@ impl Device {
         };
         let never = || AtomicU64::new(u64::MAX);
         let reads = Reads { asked: AtomicU64::new(0), fail_from: never(), fail_to: never() };
-        let (crashed, writers) = (AtomicBool::new(false), Mutex::default());
-        Self { crashed, reads, writers, state: Mutex::new(state) }
+        Self {
+            crashed: AtomicBool::new(false),
+            reads,
+            writers: Mutex::default(),
+            database: RwLock::default(),
+            log_syncs: AtomicU64::new(0),
+            state: Mutex::new(state),
+        }
     }
 
-    /// Somebody writes to the database itself.
+    /// Somebody writes to the database itself, and may have to wait.
     fn note_writer(&self) {
         let name = std::thread::current().name().unwrap_or("nameless").to_owned();
         self.writers.lock().insert(name);
+        drop(self.database.read());
     }
 
     fn crashed(&self) -> bool {

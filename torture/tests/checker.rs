@@ -1,5 +1,6 @@
 //! The checker is right: it finds nothing wrong with a sound store, and notices every lie in a story.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -7,7 +8,7 @@ use parking_lot::Mutex;
 use tempfile::TempDir;
 use torture::bed::{How, memory_folder};
 use torture::note::{Ev, Note, Now, What, now_ms};
-use torture::story::{LONG, Story};
+use torture::story::{LONG, Resumed, Story, WATCHED};
 use torture::workload::{Failing, Notes, Workload};
 use vedetta_kv::Store;
 
@@ -142,6 +143,96 @@ async fn a_sound_store_is_found_sound_and_every_lie_is_noticed() {
             }
         }
         assert!(told > 0, "there was no way to say that {what}");
+    }
+    store.close().await;
+}
+
+/// A way to falsify what a resumed watcher saw; `false` when that cannot be so falsified.
+type ResumedLie = fn(&mut Vec<(u64, Vec<Ev>)>) -> bool;
+
+const RESUMED_LIES: [(&str, ResumedLie); 6] = [
+    ("a resumed watcher got nothing", |seen| {
+        seen.clear();
+        true
+    }),
+    ("a resumed watcher missed the last revision", |seen| seen.pop().is_some()),
+    ("a resumed watcher got a revision twice", |seen| {
+        let again = seen[0].clone();
+        seen.insert(1, again);
+        true
+    }),
+    ("a resumed watcher got an event twice", |seen| {
+        let again = seen[0].1[0].clone();
+        seen[0].1.insert(0, again);
+        true
+    }),
+    ("a resumed watcher got revisions out of order", |seen| {
+        seen.swap(0, 1);
+        true
+    }),
+    ("a resumed watcher got half of a transaction", |seen| {
+        seen.iter_mut().any(|(_, events)| events.len() > 1 && events.pop().is_some())
+    }),
+];
+
+/// How much a watcher had seen when its process ended.
+#[derive(Debug, Clone, Copy)]
+enum Ended {
+    AtOnce,
+    Halfway,
+}
+
+impl Ended {
+    /// The story of a process that ended so.
+    fn story(self, notes: &[Note]) -> Story {
+        let seen = notes.iter().filter(|note| matches!(note, Note::Seen { .. })).count();
+        let mut left = match self {
+            Self::AtOnce => 0,
+            Self::Halfway => seen / 2,
+        };
+        let mut past = Story::default();
+        for note in notes {
+            if matches!(note, Note::Seen { .. }) {
+                if left == 0 {
+                    continue;
+                }
+                left -= 1;
+            }
+            past.note(note.clone());
+        }
+        past
+    }
+}
+
+#[tokio::test]
+async fn what_a_resumed_watcher_sees_is_compared_with_the_history_and_every_lie_is_noticed() {
+    let (_folder, store, notes) = filled(7).await;
+    for ended in [Ended::AtOnce, Ended::Halfway] {
+        let mut told = BTreeSet::new();
+        let past = ended.story(&notes);
+        let honest = past.follow(&store).await.unwrap();
+        let mut checked = past.clone();
+        assert_eq!(checked.check_with(&store, &honest).await, [""; 0], "{ended:?}");
+        assert_eq!(
+            checked.resumed().to_vec(),
+            honest.seen.iter().map(Vec::len).collect::<Vec<_>>()
+        );
+        for watcher in 0..WATCHED.len() {
+            assert!(honest.seen[watcher].len() > 1, "{ended:?}: watcher {watcher} has to go on");
+            for (what, lie) in RESUMED_LIES {
+                let mut lying: Resumed = honest.clone();
+                if lie(&mut lying.seen[watcher]) {
+                    told.insert(what);
+                    let wrong = past.clone().check_with(&store, &lying).await;
+                    let named = format!("watcher {watcher}, resumed");
+                    assert!(
+                        matches!(&wrong[..], [line] if line.starts_with(&named)),
+                        "{ended:?}: {what} ({watcher}): {wrong:?}"
+                    );
+                }
+            }
+        }
+        assert_eq!(told.len(), RESUMED_LIES.len(), "{ended:?}: only {told:?} could be said");
     }
     store.close().await;
 }

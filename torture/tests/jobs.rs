@@ -3,10 +3,11 @@
 //!
 //! `cargo run -p torture -- jobs` is the long version.
 
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use torture::bed;
-use torture::jobs::{Backend, Lie, Report, Setup, run};
+use torture::jobs::{Backend, Lie, Report, SLOTS, Setup, run};
 
 fn setup(on: Backend) -> Setup {
     Setup {
@@ -15,6 +16,7 @@ fn setup(on: Backend) -> Setup {
         per_second: 300,
         between_faults: Some(Duration::from_millis(250)),
         workers: 3,
+        slots: SLOTS,
         lease: Duration::from_millis(1_500),
         seed: bed::seed(),
         program: env!("CARGO_BIN_EXE_torture").into(),
@@ -22,14 +24,15 @@ fn setup(on: Backend) -> Setup {
     }
 }
 
-async fn survives(on: Backend) {
-    let report = run(&setup(on)).await;
+async fn survives(setup: Setup) -> Report {
+    let report = run(&setup).await;
     eprintln!("{report}");
     assert!(report.violations.is_empty(), "TORTURE_SEED={}: {report}", bed::seed());
     assert!(report.figures["acknowledged"] >= 1_500, "{report}");
     for what in ["worker killed", "server killed", "worker frozen", "connections ended"] {
         assert!(report.faults[what] > 0, "{report}");
     }
+    report
 }
 
 /// What a run without faults says when something is done wrong on purpose.
@@ -41,17 +44,24 @@ async fn caught(on: Backend, lie: Lie, word: &str) {
 
 #[tokio::test]
 async fn no_job_of_the_embedded_queue_is_lost_or_begins_again_without_a_reason() {
-    survives(Backend::Sqlite).await;
+    survives(setup(Backend::Sqlite)).await;
 }
 
 #[tokio::test]
 async fn no_job_on_postgres_is_lost_or_begins_again_without_a_reason_and_effects_happen_once() {
-    survives(Backend::Postgres).await;
+    survives(setup(Backend::Postgres)).await;
 }
 
 #[tokio::test]
 async fn no_job_of_a_stream_is_lost_or_begins_again_without_a_reason() {
-    survives(Backend::Nats).await;
+    survives(setup(Backend::Nats)).await;
+}
+
+#[tokio::test]
+async fn no_job_of_a_stream_is_lost_or_begins_again_while_several_pulls_are_open_at_once() {
+    let wide = Setup { slots: NonZeroU32::new(1024).unwrap(), workers: 2, ..setup(Backend::Nats) };
+    let report = survives(Setup { per_second: u64::MAX, ..wide }).await;
+    assert!(report.figures["pulls while another was open"] > 0, "{report}");
 }
 
 #[tokio::test]

@@ -4,22 +4,28 @@
 //!
 //! `TORTURE_IMAGES` for more images, `TORTURE_SEED` for others.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
+use std::future::{Future as _, poll_fn};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
+use std::task::Poll;
+use std::time::Duration;
 
 use parking_lot::Mutex;
+use tokio::sync::oneshot;
 use tokio::time::timeout;
 use torture::bed::{self, How, memory_folder};
 use torture::entries::{self, Entries};
 use torture::note::Note;
-use torture::story::{PATIENCE, Story};
+use torture::story::{Away, PATIENCE, Story};
 use torture::vfs::{Disk, Image};
 use torture::workload::{Failing, Notes, Workload};
-use vedetta_db::Schema;
+use vedetta_db::{Db, Purpose, Schema, Stop, Tx};
 use vedetta_jobs::sqlite::SqliteJobs;
 use vedetta_jobs::{Job, JobId, Jobs as _, Ledger as _, Monitor as _, NewJob};
+use vedetta_kv::{Put, Store};
 
 const SCHEMAS: &[Schema] = &[vedetta_kv::SCHEMA, entries::SCHEMA];
 const IMAGES_PER_CUT: usize = 8;
@@ -32,6 +38,28 @@ enum Bug {
     NoFsync,
     LyingDisk,
     SharedLazily,
+}
+
+/// Who writes beside a writer. A write that finds itself alone, with nothing lazy before it, is committed in another
+/// way: as one statement without a transaction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Company {
+    None,
+    Writers,
+    /// Lazy ones, too.
+    Lazy,
+}
+
+impl Company {
+    /// Lazy writers are left out for every second seed, and for half of these all others.
+    fn of(seed: u64, bug: Bug) -> Self {
+        match seed % 4 {
+            _ if bug == Bug::SharedLazily => Self::Lazy,
+            1 => Self::None,
+            3 => Self::Writers,
+            _ => Self::Lazy,
+        }
+    }
 }
 
 /// Images so far, and what was wrong with them.
@@ -47,6 +75,8 @@ struct Tally {
     lost: usize,
     /// Images that lack what was lazily written.
     undone: usize,
+    /// Images in which watchers had something left to see.
+    resumed: usize,
     first: Option<String>,
 }
 
@@ -55,12 +85,14 @@ impl fmt::Display for Tally {
         write!(
             f,
             "{} images of {} power cuts in {} operations, {} acknowledged writes, {} revisions seen; \
-             {} images without some lazy writes; {} bad images, {} of them without something acknowledged",
+             {} images in which watchers went on; {} images without some lazy writes; \
+             {} bad images, {} of them without something acknowledged",
             self.images,
             self.cuts,
             self.operations,
             self.acknowledged,
             self.seen,
+            self.resumed,
             self.undone,
             self.bad,
             self.lost
@@ -90,15 +122,14 @@ async fn run(seed: u64, bug: Bug, cut: Option<u64>) -> Run {
     how.torture.skip_fsync = bug == Bug::NoFsync;
     how.torture.share_lazily = bug == Bug::SharedLazily;
 
-    let told = Arc::new(Mutex::new((Story::default(), 0)));
+    let company = Company::of(seed, bug);
+    let told = Arc::new(Mutex::new(Told::default()));
     let beside = Arc::new(Mutex::new(Entries::default()));
     let notes: Notes = {
         let (told, beside) = (Arc::clone(&told), Arc::clone(&beside));
         Arc::new(move |note| {
             beside.lock().note(&note);
-            let mut told = told.lock();
-            told.1 += usize::from(matches!(note, Note::Seen { .. }));
-            told.0.note(note);
+            told.lock().note(note);
         })
     };
     // Twice, so that a store which starts on what another left is cut, too.
@@ -115,14 +146,15 @@ async fn run(seed: u64, bug: Bug, cut: Option<u64>) -> Run {
         let workload = Workload {
             seed: seed ^ start,
             first_id: (start + 1) << 24,
-            writers: 5,
-            writes: 9,
+            writers: if company == Company::None { 1 } else { 5 },
+            writes: if company == Company::None { 30 } else { 9 },
             short_leases: false,
             failing: Failing::Ends,
         };
-        let resume = told.lock().0.resume();
+        let resume = told.lock().resume(seed ^ start);
         // Longer than the others, so that there are commits of lazy writes alone.
-        let lazy = entries::write(&db, &beside, seed ^ start, 3, 20);
+        let lazy_writers = if company == Company::Lazy { 3 } else { 0 };
+        let lazy = entries::write(&db, &beside, seed ^ start, lazy_writers, 20);
         tokio::join!(workload.run(&store, &resume, &notes), lazy);
         if start == 1 && cut.is_some() {
             disk.crash_now(); // without the last checkpoint
@@ -132,13 +164,50 @@ async fn run(seed: u64, bug: Bug, cut: Option<u64>) -> Run {
             beside.lock().closed();
         }
     }
-    let (past, revisions) = told.lock().clone();
+    let Told { past, seen, .. } = told.lock().clone();
     let entries = beside.lock().clone();
-    Run { disk, past, entries, seen: revisions }
+    Run { disk, past, entries, seen }
 }
 
-/// What is wrong, and how many lazy writes are not there.
-type Judged = (Vec<String>, usize);
+/// What is known of a run, from those who are still there to tell.
+#[derive(Clone, Default)]
+struct Told {
+    past: Story,
+    seen: usize,
+    away: Away,
+}
+
+impl Told {
+    /// Where the watchers go on, one of them not for long.
+    fn resume(&mut self, seed: u64) -> Vec<u64> {
+        self.away = Away::by(seed);
+        self.past.resume()
+    }
+
+    fn note(&mut self, note: Note) {
+        if self.away.misses(&note) {
+            return;
+        }
+        self.seen += usize::from(matches!(note, Note::Seen { .. }));
+        self.past.note(note);
+    }
+}
+
+/// What is found of an image.
+#[derive(Default)]
+struct Judged {
+    wrong: Vec<String>,
+    /// How many lazy writes are not there.
+    undone: usize,
+    /// How many revisions the watchers saw that went on.
+    resumed: usize,
+}
+
+impl Judged {
+    fn wrong(why: impl Into<String>) -> Self {
+        Self { wrong: vec![why.into()], ..Self::default() }
+    }
+}
 
 /// What is wrong with an image, or with it and a log which had its `room` from the start: there a lost
 /// write leaves zeros.
@@ -152,7 +221,7 @@ async fn judge(image: &Image, past: &Story, entries: &Entries, go_on: bool, room
     }
     let mut past = past.clone();
     let mut judged = reopen(folder.path(), &mut past, entries, go_on).await;
-    if go_on && judged.0.is_empty() {
+    if go_on && judged.wrong.is_empty() {
         judged = reopen(folder.path(), &mut past, entries, false).await;
     }
     judged
@@ -162,9 +231,10 @@ async fn judge(image: &Image, past: &Story, entries: &Entries, go_on: bool, room
 async fn reopen(folder: &Path, past: &mut Story, entries: &Entries, go_on: bool) -> Judged {
     let (store, db) = match How::default().open_with(SCHEMAS, folder).await {
         Ok(opened) => opened,
-        Err(error) => return (vec![format!("it does not open: {error}")], 0),
+        Err(error) => return Judged::wrong(format!("it does not open: {error}")),
     };
     let mut wrong = past.check(&store).await;
+    let resumed = past.resumed().into_iter().sum();
     let (also, undone) = entries.check(&db).await;
     wrong.extend(also);
     if go_on {
@@ -182,26 +252,31 @@ async fn reopen(folder: &Path, past: &mut Story, entries: &Entries, go_on: bool)
         workload.run(&store, &past.resume(), &notes).await;
         store.close().await;
         told.lock().drain(..).for_each(|note| past.note(note));
-        return (wrong, undone);
+        return Judged { wrong, undone, resumed };
     }
     store.close().await;
     match vedetta_db::damage(&folder.join(bed::FILE)) {
         Ok(damage) => wrong.extend(damage),
         Err(error) => wrong.push(error.to_string()),
     }
-    (wrong, undone)
+    Judged { wrong, undone, resumed }
 }
 
 /// Cuts the power often enough for `images` images, or until a planted bug is found.
 async fn power_cuts(bug: Bug, images: usize) -> Tally {
     let seed = bed::seed();
-    let operations = run(seed, bug, None).await.disk.operations();
-    let mut tally = Tally { operations, ..Tally::default() };
+    let mut operations = BTreeMap::new();
+    for seed in seed..seed + 4 {
+        let whole = run(seed, bug, None).await.disk.operations();
+        operations.insert(Company::of(seed, bug), whole);
+    }
+    let mut tally = Tally { operations: operations.values().sum(), ..Tally::default() };
     for seed in seed.. {
         if tally.images >= images || (bug != Bug::None && tally.lost > 0) {
             break;
         }
-        let cut = fastrand::Rng::with_seed(seed).u64(1..=operations);
+        let whole = operations[&Company::of(seed, bug)];
+        let cut = fastrand::Rng::with_seed(seed).u64(1..=whole);
         let cut_short = timeout(PATIENCE, run(seed, bug, Some(cut))).await;
         let Run { disk, past, entries, seen } =
             cut_short.expect("a store without power does not hang");
@@ -213,7 +288,9 @@ async fn power_cuts(bug: Bug, images: usize) -> Tally {
             tally.images += 1;
             let judging = judge(&image, &past, &entries, number < 2, number % 2 == 1);
             let judged = timeout(PATIENCE, judging).await;
-            let (wrong, undone) = judged.unwrap_or_else(|_| (vec!["it hangs".to_owned()], 0));
+            let judged = judged.unwrap_or_else(|_| Judged::wrong("it hangs"));
+            let Judged { wrong, undone, resumed } = judged;
+            tally.resumed += usize::from(resumed > 0);
             tally.undone += usize::from(undone > 0);
             if !wrong.is_empty() {
                 tally.bad += 1;
@@ -250,10 +327,62 @@ async fn a_power_cut_loses_nothing_acknowledged_or_shown() {
     let tally = power_cuts(Bug::None, images).await;
     assert!(tally.bad == 0, "{tally}");
     assert!(tally.images >= images && tally.acknowledged > tally.cuts, "{tally}");
+    let watched = tally.seen > tally.cuts && tally.resumed > tally.images / 10;
+    assert!(watched, "too little was watched: {tally}");
     assert!(tally.undone > 0, "nothing was lazy: {tally}");
 }
 
-/// What a commit waits for is its own fsync: what moves the log into the file runs on a thread of its own.
+/// Keeps the writer busy, asks for 50 puts, and lets it go.
+async fn put_at_once(store: &Store, db: &Db) {
+    let (started, has_started) = oneshot::channel();
+    let (release, released) = mpsc::channel::<()>();
+    let busy = tokio::spawn({
+        let db = db.clone();
+        async move {
+            let work = move |_: &Tx<'_>| {
+                let _ = started.send(());
+                let _ = released.recv();
+                Err::<(), _>(Stop::Refused(()))
+            };
+            db.write(Purpose::Store, work).await
+        }
+    });
+    has_started.await.unwrap();
+    let mut waiting = Vec::new();
+    for n in 0..50 {
+        let (store, put) = (store.clone(), Put::new(format!("k/{n}"), "all"));
+        let mut asked = Box::pin(async move { store.put(put).await });
+        let first = poll_fn(|context| Poll::Ready(asked.as_mut().poll(context))).await;
+        assert!(first.is_pending(), "it was to wait in line");
+        waiting.push(asked);
+    }
+    drop(release);
+    for asked in waiting {
+        asked.await.unwrap();
+    }
+    assert!(busy.await.unwrap().is_err(), "it was refused");
+}
+
+#[tokio::test]
+async fn all_puts_that_wait_share_one_fsync() {
+    let folder = memory_folder();
+    let disk = Disk::register("syncs", bed::seed());
+    let mut how = How::on(&disk);
+    how.torture.checkpoint_step = None; // for a checkpoint syncs the log, too
+    let (store, db) = how.open_with(SCHEMAS, folder.path()).await.unwrap();
+    store.put(Put::new("k", "the first begins the log")).await.unwrap();
+    let before = disk.log_syncs();
+    for n in 0..50 {
+        store.put(Put::new(format!("k/{n}"), "one by one")).await.unwrap();
+    }
+    assert_eq!(disk.log_syncs() - before, 50, "each that is alone has its own");
+    let before = disk.log_syncs();
+    timeout(PATIENCE, put_at_once(&store, &db)).await.expect("it does not hang");
+    assert_eq!(disk.log_syncs() - before, 1);
+    store.close().await;
+}
+
+/// A commit writes to the log only: what moves that into the file runs on a thread of its own.
 #[tokio::test]
 async fn while_it_serves_only_the_checkpoint_thread_writes_to_the_file_itself() {
     let folder = memory_folder();
@@ -263,9 +392,42 @@ async fn while_it_serves_only_the_checkpoint_thread_writes_to_the_file_itself() 
     assert!(!opening.is_empty(), "somebody made the file");
     // Each is past the limit of the log, which is 36 pages here.
     for n in 0_u8..40 {
-        store.put(vedetta_kv::Put::new("k", vec![n; 200_000])).await.unwrap();
+        store.put(Put::new("k", vec![n; 200_000])).await.unwrap();
     }
     assert_eq!(disk.take_writers(), ["vedetta-checkpoint".to_owned()].into());
+    store.close().await;
+}
+
+/// Only past the limit of the log, which is 3,000 pages, would a commit wait for the end of the checkpoint: such a log has
+/// to start over.
+#[tokio::test]
+async fn puts_are_acknowledged_while_a_checkpoint_cannot_go_on() {
+    const PUTS_TO_A_STEP: usize = 25; // of 50 pages each, and a step is 1,000
+    let folder = memory_folder();
+    let disk = Disk::register("held", bed::seed());
+    let mut how = How::on(&disk);
+    how.torture.checkpoint_step = None;
+    let (store, _) = how.open_with(SCHEMAS, folder.path()).await.unwrap();
+    disk.take_writers();
+    let put = async || {
+        let put = store.put(Put::new("k", vec![7; 200_000]));
+        timeout(PATIENCE, put).await.expect("a commit does not wait for the checkpoint").unwrap();
+    };
+    let held = disk.hold_database();
+    for _ in 0..PUTS_TO_A_STEP {
+        put().await;
+    }
+    let checkpoint_waits = async {
+        while !disk.take_writers().contains("vedetta-checkpoint") {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    timeout(PATIENCE, checkpoint_waits).await.expect("a checkpoint begins");
+    for _ in 0..PUTS_TO_A_STEP {
+        put().await;
+    }
+    assert_eq!(disk.take_writers(), [""; 0].map(String::from).into(), "it still waits");
+    drop(held);
     store.close().await;
 }
 

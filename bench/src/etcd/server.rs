@@ -29,7 +29,10 @@ const PATIENCE: Duration = Duration::from_secs(120);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     Etcd,
+    /// The store and the endpoint alone.
     Vedetta,
+    /// The program as it is released, with all that is in it.
+    Up,
     /// Answers every call with nothing: at once, or when a plain log has it.
     Echo,
 }
@@ -146,19 +149,32 @@ fn free_address() -> anyhow::Result<SocketAddr> {
 
 fn spawn(kind: Kind, address: SocketAddr, folder: &Path) -> anyhow::Result<Child> {
     let data = folder.join("data");
-    let mut command = if kind == Kind::Etcd {
-        let (client, peer) = (format!("http://{address}"), format!("http://{}", free_address()?));
-        let mut etcd = Command::new("etcd");
-        etcd.args(["--name", "bench", "--initial-cluster", &format!("bench={peer}")]);
-        etcd.args(["--listen-client-urls", &client, "--advertise-client-urls", &client]);
-        etcd.args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer]);
-        etcd.arg("--data-dir").arg(data);
-        etcd
-    } else {
-        let mut ours = Command::new(std::env::current_exe()?);
-        ours.arg(if kind == Kind::Echo { "etcd-echo" } else { "etcd-serve" });
-        ours.arg("--listen").arg(address.to_string()).arg("--data").arg(data);
-        ours
+    let mut command = match kind {
+        Kind::Etcd => {
+            let client = format!("http://{address}");
+            let peer = format!("http://{}", free_address()?);
+            let mut etcd = Command::new("etcd");
+            etcd.args(["--name", "bench", "--initial-cluster", &format!("bench={peer}")]);
+            etcd.args(["--listen-client-urls", &client, "--advertise-client-urls", &client]);
+            etcd.args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer]);
+            etcd.arg("--data-dir").arg(data);
+            etcd
+        }
+        Kind::Up => {
+            let program = std::env::current_exe()?.with_file_name("vedetta");
+            let name = program.display();
+            anyhow::ensure!(program.exists(), "there is no {name}: cargo build --release");
+            let mut up = Command::new(&program);
+            up.args(["up", "--http", "127.0.0.1:0", "--etcd", &address.to_string()]);
+            up.arg("--data").arg(data).current_dir(folder);
+            up
+        }
+        Kind::Vedetta | Kind::Echo => {
+            let mut ours = Command::new(std::env::current_exe()?);
+            ours.arg(if kind == Kind::Echo { "etcd-echo" } else { "etcd-serve" });
+            ours.arg("--listen").arg(address.to_string()).arg("--data").arg(data);
+            ours
+        }
     };
     let log = File::options().create(true).append(true).open(log(folder))?;
     command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);

@@ -44,7 +44,8 @@ pub struct Options {
     pub batch: usize,
     /// Connections for reads.
     pub readers: usize,
-    /// Bytes kept in reserve beside the file for the day the disk is full; 0 for none.
+    /// Bytes kept in reserve beside the file for the day the disk is full. With 0 there is none, and the log is not written
+    /// out beforehand, either: for short-lived files.
     pub ballast: u64,
     /// Faults to plant; see [`Torture`].
     pub(crate) torture: Torture,
@@ -197,6 +198,8 @@ struct Inner {
     clock: Clock,
     steady: Clock,
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// Closed after all connections: see [`WalKeeper::new`].
+    _flushed: Option<Arc<fs::File>>,
 }
 
 impl Db {
@@ -232,10 +235,17 @@ impl Db {
         let size = Arc::new(AtomicU64::new(0));
         let ballast = parent(&options.file).join("ballast");
         let space = Space::new(ballast, options.ballast, options.torture.look_again);
-        let (wal, checkpoints) = WalKeeper::new(checkpoints, options.torture.checkpoint_step);
+        // The disk of a test is SQLite's alone.
+        let flushed = match options.torture.vfs {
+            Some(_) => None,
+            None => Some(Arc::new(fs::File::open(&options.file).map_err(unreadable)?)),
+        };
+        let step = options.torture.checkpoint_step;
+        let (wal, checkpoints) = WalKeeper::new(checkpoints, step, flushed.clone());
         wal.observe(&mut connection).map_err(sql)?;
         let forget = options.torture.small_cache.then_some("PRAGMA shrink_memory");
-        let file = File::new(connection, space, wal, options.synchronous(), forget);
+        let held = flushed.clone();
+        let file = File::new(connection, space, wal, options.synchronous(), forget, held);
         let writer =
             Writer::new(desk, file, checkpoints, Arc::clone(&size), options).map_err(unreadable)?;
         let writer = Arc::new(writer);
@@ -257,6 +267,7 @@ impl Db {
                 clock,
                 steady,
                 thread: Mutex::new(Some(thread)),
+                _flushed: flushed,
             }),
         })
     }

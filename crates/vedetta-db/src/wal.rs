@@ -3,7 +3,8 @@
 //! A thread of its own moves pages from the log to the file whenever the log has grown by a step. Under
 //! a steady load it never catches up entirely, so the log would not start over: past a limit it then takes the
 //! writers' turn with the file and moves the little that came meanwhile. The next commit waits for that, since a log
-//! that is written to cannot start over; no answer does.
+//! that is written to cannot start over; no answer does. What was moved before is flushed before, so the wait is for
+//! the flush of that little alone.
 //!
 //! When the fsync of a checkpoint fails, there is no second try. SQLite syncs the file only when all of the
 //! log was moved; pages moved before, in part of a checkpoint, are lost with that fsync and not moved
@@ -28,6 +29,8 @@ const STEP: i32 = 1_000;
 /// Pages above which no commit may begin before the log is moved, so that it starts over (12 MiB). Short
 /// on purpose: overwriting a log costs one write per fsync, a growing one two.
 const LIMIT: i32 = 3_000;
+/// How often what was moved is flushed before commits have to wait for the rest.
+const FLUSHES: usize = 2;
 
 /// How long a connection waits for another one.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
@@ -53,6 +56,7 @@ pub(crate) struct Checkpoints {
     limit: i32,
     logged: Arc<AtomicI32>,
     broken: Arc<AtomicBool>,
+    file: Option<Arc<File>>,
 }
 
 impl Checkpoints {
@@ -71,16 +75,34 @@ impl Checkpoints {
             if self.logged.load(Ordering::Relaxed) < self.limit {
                 continue;
             }
+            // Each time less is left.
+            for _ in 0..FLUSHES {
+                self.flush();
+                checkpoint(&self.connection, "PASSIVE", &self.broken);
+            }
             let Some(file) = file.upgrade() else { return };
             let _turn = file.lock();
             checkpoint(&self.connection, "PASSIVE", &self.broken);
         }
     }
+
+    /// Has what was moved reach the disk. If that fails SQLite hears of it, too, when it flushes the file itself.
+    fn flush(&self) {
+        if let Some(error) = self.file.as_ref().and_then(|file| file.sync_data().err()) {
+            self.broken.store(true, Ordering::Release);
+            tracing::error!(%error, "the fsync of a checkpoint failed: writing stops");
+        }
+    }
 }
 
 impl WalKeeper {
-    /// The two sides. A test may ask for a shorter step.
-    pub(crate) fn new(connection: Connection, step: Option<i32>) -> (Self, Checkpoints) {
+    /// The two sides. A test may ask for a shorter step. `file` is the database, open beside SQLite: nobody may close
+    /// it while a connection of this process is open, or the system lets go of SQLite's locks.
+    pub(crate) fn new(
+        connection: Connection,
+        step: Option<i32>,
+        file: Option<Arc<File>>,
+    ) -> (Self, Checkpoints) {
         let (nudge, nudged) = sync_channel(1);
         let (logged, broken) = (Arc::new(AtomicI32::new(0)), Arc::new(AtomicBool::new(false)));
         let (step, limit) = step.map_or((STEP, LIMIT), |step| (step, step * (LIMIT / STEP)));
@@ -90,6 +112,7 @@ impl WalKeeper {
             limit,
             logged: Arc::clone(&logged),
             broken: Arc::clone(&broken),
+            file,
         };
         (Self { nudge: Some(nudge), step, logged, broken, asked: 0 }, checkpoints)
     }

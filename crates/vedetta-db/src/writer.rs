@@ -509,6 +509,8 @@ pub(crate) struct File {
     size: u64,
     /// About how many were written since.
     unmeasured: usize,
+    /// Closed after the connection: see [`WalKeeper::new`].
+    _flushed: Option<Arc<std::fs::File>>,
 }
 
 /// A batch's turn with the file: taken by the first closure that wants it, at the latest for the commit.
@@ -616,6 +618,7 @@ impl File {
         wal: WalKeeper,
         synchronous: &'static str,
         before: Option<&'static str>,
+        flushed: Option<Arc<std::fs::File>>,
     ) -> Self {
         Self {
             connection,
@@ -631,6 +634,7 @@ impl File {
             marked: false,
             size: 0,
             unmeasured: 0,
+            _flushed: flushed,
         }
     }
 

@@ -4,6 +4,7 @@ mod support;
 
 use std::fs;
 use std::io::{Seek as _, SeekFrom, Write as _};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 
@@ -11,22 +12,58 @@ use support::{NUMBERS, aside, close, numbers, open, options, soon, write};
 use vedetta_db::rusqlite::{Connection, OpenFlags};
 use vedetta_db::{BackupError, Db, Options, backup, damage};
 
+/// Bytes to copy, and how many of a copy mean that the rest is still to come. So many that there is time for a slow fsync.
+const FILLED: i64 = 32 << 20;
+const MOST: u64 = 28 << 20;
+/// Backups, and how many at most until one write was answered during one.
+const ROUNDS: usize = 3;
+const MOST_ROUNDS: usize = 30;
+
+/// Puts something into the file that takes a while to copy.
+async fn fill(db: &Db, bytes: i64) {
+    let fill = move |tx: &vedetta_db::Tx<'_>| {
+        tx.execute_batch("CREATE TABLE filler (body BLOB NOT NULL) STRICT")?;
+        let sql = "WITH RECURSIVE c (n) AS (VALUES (1) UNION ALL SELECT n + 1 FROM c WHERE n < ?1)
+                   INSERT INTO filler SELECT randomblob(4096) FROM c";
+        tx.execute(sql, [bytes / 4096])?;
+        Ok::<_, vedetta_db::Stop<()>>(())
+    };
+    db.write(vedetta_db::Purpose::Store, fill).await.unwrap();
+}
+
+/// How much of a copy under way is there. It has another name until it is whole.
+fn copied(folder: &Path) -> Option<u64> {
+    let entries = fs::read_dir(folder).unwrap().map(Result::unwrap);
+    let mut drafts = entries.filter(|entry| entry.path().extension() == Some("partial".as_ref()));
+    Some(drafts.next()?.metadata().ok()?.len())
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_backup_taken_while_writes_go_on_has_all_that_was_answered_before_it() {
     let folder = tempfile::tempdir().unwrap();
     let db = open(folder.path());
+    fill(&db, FILLED).await;
     let (answered, stop) = (Arc::new(AtomicI64::new(0)), Arc::new(AtomicBool::new(false)));
+    let meanwhile = Arc::new(AtomicI64::new(0));
     let writing = tokio::spawn({
         let (db, answered, stop) = (db.clone(), Arc::clone(&answered), Arc::clone(&stop));
+        let (folder, meanwhile) = (folder.path().to_owned(), Arc::clone(&meanwhile));
         async move {
+            // Part of the copy is there, and part is not.
+            let copies = || copied(&folder).is_some_and(|so_far| (1..MOST).contains(&so_far));
             while !stop.load(Ordering::SeqCst) {
                 let n = answered.load(Ordering::SeqCst) + 1;
+                let before = copies();
                 write(db.clone(), n).await.unwrap();
                 answered.store(n, Ordering::SeqCst);
+                meanwhile.fetch_add(i64::from(before && copies()), Ordering::SeqCst);
             }
         }
     });
-    for n in 0..3 {
+    for n in 0..MOST_ROUNDS {
+        if n >= ROUNDS && meanwhile.load(Ordering::SeqCst) > 0 {
+            break;
+        }
         let copy = folder.path().join(format!("copy{n}"));
         let (source, target) = (db.file().to_owned(), copy.clone());
         let before = answered.load(Ordering::SeqCst);
@@ -47,6 +84,8 @@ async fn a_backup_taken_while_writes_go_on_has_all_that_was_answered_before_it()
     }
     stop.store(true, Ordering::SeqCst);
     soon(writing).await.unwrap();
+    // Asked for and answered within a part of one copy.
+    assert!(meanwhile.load(Ordering::SeqCst) > 0, "the backups stopped all writes");
     close(&db).await;
 }
 

@@ -21,6 +21,7 @@ use rustls::ServerConfig;
 use sha2::{Digest as _, Sha256};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tonic::codegen::Service as _;
@@ -30,8 +31,8 @@ use vedetta_net::{Patient, accept};
 
 use crate::authority::Renamed;
 use crate::calls::Calls;
-use crate::upload::Upload;
-use crate::v3::{Grpc, Reply};
+use crate::upload::{Upload, claim};
+use crate::v3::{Grpc, KeyRoom, Reply};
 use crate::{guard, v2, v3};
 
 /// The least that HTTP/1 can be told to take as a head.
@@ -64,6 +65,10 @@ pub struct Limits {
     pub header: usize,
     /// Bytes of a request's body, except in gRPC, where it is 2 MiB for a message.
     pub body: usize,
+    /// Bytes of requests that are not whole yet, together on a connection; what is more is refused.
+    pub unfinished: usize,
+    /// Bytes of keys and ends of ranges in the watches of a connection; a watch for which there is no room is refused.
+    pub watched: usize,
     /// Time for the TLS handshake, and to show which HTTP is spoken.
     pub handshake: Duration,
     /// Time to send a head over HTTP/1, and how long such a connection may be silent before it.
@@ -84,6 +89,8 @@ impl Default for Limits {
             streams: 10_000,
             header: 64 << 10,
             body: 4 << 20,
+            unfinished: 64 << 20,
+            watched: 64 << 20,
             handshake: Duration::from_secs(10),
             head: Duration::from_secs(60),
             upload: Duration::from_secs(30),
@@ -156,6 +163,15 @@ pub async fn serve(listener: TcpListener, mut endpoint: Endpoint, stop: Cancella
     accept(listener, endpoint.limits.connections, stop, talk).await;
 }
 
+/// What the requests of one connection share.
+#[derive(Clone)]
+struct Shares {
+    local: IpAddr,
+    /// Bytes that unfinished requests may still take.
+    unfinished: Arc<Semaphore>,
+    watched: KeyRoom,
+}
+
 /// What every connection needs.
 struct Server {
     store: Store,
@@ -170,6 +186,11 @@ impl Server {
     /// One connection. How it ends is the client's business.
     async fn converse(self: Arc<Self>, stream: TcpStream) {
         let local = stream.local_addr().map_or(Ipv4Addr::LOCALHOST.into(), |local| local.ip());
+        let shares = Shares {
+            local,
+            unfinished: Arc::new(Semaphore::new(self.limits.unfinished)),
+            watched: KeyRoom::new(self.limits.watched),
+        };
         let handshake = self.limits.handshake;
         let stop = self.stop.clone();
         let patient = |stream| Patient::new(stream, self.limits.stall, stop.clone());
@@ -190,21 +211,22 @@ impl Server {
         match begun {
             Ok(Some((Wire::Plain(mut stream), true))) => {
                 stream.is_always_read();
-                self.http2(stream, local).await;
+                self.http2(stream, shares).await;
             }
             Ok(Some((Wire::Tls(mut stream), true))) => {
                 stream.get_mut().0.is_always_read();
-                self.http2(stream, local).await;
+                self.http2(stream, shares).await;
             }
-            Ok(Some((Wire::Plain(stream), false))) => self.http1(stream, local).await,
-            Ok(Some((Wire::Tls(stream), false))) => self.http1(stream, local).await,
+            Ok(Some((Wire::Plain(stream), false))) => self.http1(stream, shares).await,
+            Ok(Some((Wire::Tls(stream), false))) => self.http1(stream, shares).await,
             Ok(None) | Err(_) => {}
         }
     }
 
-    async fn http1(self: Arc<Self>, stream: impl Stream, local: IpAddr) {
+    async fn http1(self: Arc<Self>, stream: impl Stream, shares: Shares) {
         let server = Arc::clone(&self);
-        let service = service_fn(move |request| Arc::clone(&server).answer(request, local));
+        let service =
+            service_fn(move |request| Arc::clone(&server).answer(request, shares.clone()));
         // The head's time also runs while the connection is silent, so a client that says nothing is let go.
         let connection = http1::Builder::new()
             .timer(TokioTimer::new())
@@ -221,9 +243,10 @@ impl Server {
         }
     }
 
-    async fn http2(self: Arc<Self>, stream: impl Stream, local: IpAddr) {
+    async fn http2(self: Arc<Self>, stream: impl Stream, shares: Shares) {
         let server = Arc::clone(&self);
-        let service = service_fn(move |request| Arc::clone(&server).answer(request, local));
+        let service =
+            service_fn(move |request| Arc::clone(&server).answer(request, shares.clone()));
         let mut calls = Calls::default();
         let connection = http2::Builder::new(calls.begun())
             .timer(TokioTimer::new())
@@ -247,16 +270,19 @@ impl Server {
     /// gRPC is kept apart from the rest, whose larger future it would otherwise carry along.
     fn answer(
         self: Arc<Self>,
-        request: Request<Incoming>,
-        local: IpAddr,
+        mut request: Request<Incoming>,
+        shares: Shares,
     ) -> impl Future<Output = Result<Response<Reply>, Infallible>> {
         if is_grpc(&request) {
             let limit = (!v3::is_stream(request.uri().path())).then_some(self.limits.upload);
-            let request = request.map(|body| Upload::new(body, limit));
+            if limit.is_none() {
+                request.extensions_mut().insert(shares.watched);
+            }
+            let request = request.map(|body| Upload::new(body, limit, shares.unfinished));
             return Either::Left(self.grpc.answer(request).map(Ok));
         }
         Either::Right(Box::pin(async move {
-            let answer = match self.take_in(request, local).await {
+            let answer = match self.take_in(request, &shares).await {
                 Ok(request) => self.router.clone().call(request).await?,
                 Err(refused) => refused,
             };
@@ -268,14 +294,23 @@ impl Server {
     async fn take_in(
         &self,
         request: Request<Incoming>,
-        local: IpAddr,
+        shares: &Shares,
     ) -> Result<Request<Body>, Response<Body>> {
-        guard::check(&request, local).map_err(IntoResponse::into_response)?;
+        guard::check(&request, shares.local).map_err(IntoResponse::into_response)?;
         let (head, body) = request.into_parts();
         // What says that it is too large need not be sent.
         if body.size_hint().lower() > self.limits.body as u64 {
             return Err(too_large());
         }
+        let most = body.size_hint().upper().and_then(|most| usize::try_from(most).ok());
+        let _held = claim(
+            &shares.unfinished,
+            most.map_or(self.limits.body, |most| most.min(self.limits.body)),
+        )
+        .ok_or_else(|| {
+            let words = "too many requests are not whole yet\n";
+            (StatusCode::TOO_MANY_REQUESTS, words).into_response()
+        })?;
         let all = Limited::new(body, self.limits.body).collect();
         match tokio::time::timeout(self.limits.upload, all).await {
             Ok(Ok(body)) => Ok(Request::from_parts(head, Body::from(body.to_bytes()))),

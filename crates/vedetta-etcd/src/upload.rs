@@ -1,6 +1,7 @@
-//! The body of a call, which must not take for ever.
+//! The body of a call, which must not take for ever, nor hold more than its connection may.
 
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -8,7 +9,10 @@ use bytes::{Bytes, BytesMut};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Sleep;
+
+use crate::v3;
 
 type Error = Box<dyn std::error::Error + Send + Sync>;
 
@@ -24,11 +28,67 @@ pub(crate) struct Upload {
     late: Option<Pin<Box<Sleep>>>,
     /// Looked at, and still to be read.
     seen: Option<Result<Bytes, Error>>,
+    sent: Sent,
+}
+
+/// How far a message was sent. One that is not whole has its room of what the connection may hold: no window bounds it,
+/// since what is read makes place for more.
+struct Sent {
+    /// Bytes that unfinished requests of the connection may still take.
+    room: Arc<Semaphore>,
+    prefix: [u8; PREFIX],
+    /// How much of the prefix is there.
+    begun: usize,
+    /// Bytes of the message that have not come.
+    missing: usize,
+    held: Option<OwnedSemaphorePermit>,
+}
+
+impl Sent {
+    /// Takes note of what came next.
+    fn follow(&mut self, mut data: &[u8]) -> Result<(), Error> {
+        loop {
+            let come = self.missing.min(data.len());
+            self.missing -= come;
+            data = &data[come..];
+            if self.missing > 0 {
+                return Ok(());
+            }
+            self.held = None;
+            let come = (PREFIX - self.begun).min(data.len());
+            self.prefix[self.begun..self.begun + come].copy_from_slice(&data[..come]);
+            self.begun += come;
+            data = &data[come..];
+            if self.begun < PREFIX {
+                return Ok(());
+            }
+            self.begun = 0;
+            self.missing = length(&self.prefix).unwrap_or(0);
+            if self.missing > data.len() {
+                // More is refused by whoever reads the message.
+                let size = self.missing.min(v3::MESSAGE_BYTES);
+                self.held = Some(claim(&self.room, size).ok_or_else(v3::too_many)?);
+            }
+        }
+    }
+}
+
+/// The length of the message that begins here.
+fn length(bytes: &[u8]) -> Option<usize> {
+    let (&[_, a, b, c, d], _) = bytes.split_first_chunk::<PREFIX>()?;
+    Some(u32::from_be_bytes([a, b, c, d]) as usize)
+}
+
+/// Room for a request of so many bytes, until it is dropped; `None` when its connection has too many unfinished ones.
+pub(crate) fn claim(room: &Arc<Semaphore>, bytes: usize) -> Option<OwnedSemaphorePermit> {
+    Arc::clone(room).try_acquire_many_owned(u32::try_from(bytes).ok()?).ok()
 }
 
 impl Upload {
-    pub(crate) fn new(body: Incoming, limit: Option<Duration>) -> Self {
-        Self { body, limit, late: None, seen: None }
+    /// `room` is what unfinished requests of the connection may take together, in bytes.
+    pub(crate) fn new(body: Incoming, limit: Option<Duration>, room: Arc<Semaphore>) -> Self {
+        let sent = Sent { room, prefix: [0; PREFIX], begun: 0, missing: 0, held: None };
+        Self { body, limit, late: None, seen: None, sent }
     }
 
     /// The message that is all of the body, if it is one of at most `most` bytes and not compressed.
@@ -37,7 +97,8 @@ impl Upload {
         let mut all = self.data().await?;
         if !self.body.is_end_stream() {
             let mut parts = BytesMut::from(all);
-            while parts.len() <= PREFIX + most
+            // What is longer than it says is more than one, and could go on for ever.
+            while parts.len() <= length(&parts).map_or(PREFIX, |length| PREFIX + length.min(most))
                 && let Some(part) = self.data().await
             {
                 parts.extend_from_slice(&part);
@@ -50,9 +111,8 @@ impl Upload {
             Some(failed) => self.seen = Some(failed),
             None => self.seen = Some(Ok(all.clone())),
         }
-        let (&[compressed, a, b, c, d], _) = all.split_first_chunk::<PREFIX>()?;
-        let length = u32::from_be_bytes([a, b, c, d]) as usize;
-        let is_one = compressed == 0 && length <= most && all.len() == PREFIX + length;
+        let length = length(&all)?;
+        let is_one = all[0] == 0 && length <= most && all.len() == PREFIX + length;
         (is_whole && is_one).then(|| all.slice(PREFIX..))
     }
 
@@ -80,7 +140,13 @@ impl Body for Upload {
             return Poll::Ready(Some(seen.map(Frame::data)));
         }
         if let Poll::Ready(frame) = Pin::new(&mut self.body).poll_frame(cx) {
-            return Poll::Ready(frame.map(|frame| frame.map_err(Error::from)));
+            return Poll::Ready(frame.map(|frame| {
+                let frame = frame?;
+                if let Some(data) = frame.data_ref() {
+                    self.sent.follow(data)?;
+                }
+                Ok(frame)
+            }));
         }
         let Some(limit) = self.limit else { return Poll::Pending };
         let late = self.late.get_or_insert_with(|| Box::pin(tokio::time::sleep(limit)));

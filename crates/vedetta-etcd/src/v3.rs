@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use axum::http::{HeaderMap, HeaderValue, Request, Response};
+use axum::http::{HeaderMap, Request, Response};
 use tokio_util::sync::CancellationToken;
 use tonic::codegen::{BoxFuture, Service};
 use tonic::{Code, Status};
@@ -27,6 +27,8 @@ use crate::upload::Upload;
 use proto::ResponseHeader;
 use quick::Quick;
 pub(crate) use quick::Reply;
+pub(crate) use status::too_many;
+pub(crate) use watch::KeyRoom;
 
 /// The messages, as `build.rs` makes them.
 #[allow(clippy::all, clippy::pedantic, missing_docs, unreachable_pub)]
@@ -38,7 +40,9 @@ mod proto {
 const REQUEST_BYTES: usize = 3 << 19;
 /// What a message may be at most. It is more, so that a request that is somewhat too large still gets the
 /// answer above.
-const MESSAGE_BYTES: usize = REQUEST_BYTES + (512 << 10);
+pub(crate) const MESSAGE_BYTES: usize = REQUEST_BYTES + (512 << 10);
+/// What a message about leases may be at most: they are a few numbers.
+const LEASE_BYTES: usize = 4 << 10;
 /// There is one member and no election; a fresh etcd is in its second term.
 pub(crate) const RAFT_TERM: u64 = 2;
 /// How often a watch that asked for it hears where it stands when nothing happens.
@@ -61,6 +65,8 @@ struct Inner {
     cluster_id: u64,
     member_id: u64,
     progress_every: Duration,
+    /// Bytes of watched keys on a connection.
+    watched: usize,
 }
 
 impl Api {
@@ -107,6 +113,7 @@ impl Grpc {
             cluster_id: endpoint.cluster_id(),
             member_id: endpoint.member_id(),
             progress_every: PROGRESS_EVERY,
+            watched: endpoint.limits.watched,
         }));
         Self::over(&api)
     }
@@ -114,14 +121,17 @@ impl Grpc {
     fn over(api: &Api) -> Self {
         macro_rules! server {
             ($module:ident :: $server:ident) => {
-                proto::$module::$server::new(api.clone()).max_decoding_message_size(MESSAGE_BYTES)
+                server!($module::$server, MESSAGE_BYTES)
+            };
+            ($module:ident :: $server:ident, $most:expr) => {
+                proto::$module::$server::new(api.clone()).max_decoding_message_size($most)
             };
         }
         Self(Arc::new(Services {
             api: api.clone(),
             kv: server!(kv_server::KvServer),
-            watch: server!(watch_server::WatchServer),
-            lease: server!(lease_server::LeaseServer),
+            watch: server!(watch_server::WatchServer, watch::MESSAGE_BYTES),
+            lease: server!(lease_server::LeaseServer, LEASE_BYTES),
             cluster: server!(cluster_server::ClusterServer),
             maintenance: server!(maintenance_server::MaintenanceServer),
             auth: server!(auth_server::AuthServer),
@@ -186,22 +196,25 @@ fn reword(headers: &mut HeaderMap) {
     let Some(code) = headers.get("grpc-status") else { return };
     let better = match Code::from_bytes(code.as_bytes()) {
         Code::Unimplemented if !headers.contains_key("grpc-message") => unserved(),
-        Code::OutOfRange | Code::ResourceExhausted if too_large(headers.get("grpc-message")) => {
-            larger_than_max()
-        }
+        Code::OutOfRange => match Status::from_header_map(headers).map(larger_than_max) {
+            Some(status) if status.code() != Code::OutOfRange => status,
+            _ => return,
+        },
         _ => return,
     };
     let _ = better.add_header(headers);
 }
 
-fn too_large(message: Option<&HeaderValue>) -> bool {
-    let text = message.and_then(|text| text.to_str().ok()).unwrap_or_default();
-    text.contains("length%20too%20large") || text.contains("length too large")
-}
-
-fn larger_than_max() -> Status {
-    let text = format!("grpc: received message larger than max ({MESSAGE_BYTES} bytes)");
-    Status::resource_exhausted(text)
+/// That a message is too large, in etcd's words; another status as it is.
+fn larger_than_max(status: Status) -> Status {
+    let sizes = status.message().strip_prefix("Error, decoded message length too large: found ");
+    let sizes = sizes.and_then(|rest| rest.strip_suffix(" bytes"));
+    match sizes.and_then(|rest| rest.split_once(" bytes, the limit is: ")) {
+        Some((found, most)) => Status::resource_exhausted(format!(
+            "grpc: received message larger than max ({found} vs. {most})"
+        )),
+        None => status,
+    }
 }
 
 /// The keys that a key and the end of a range stand for.
@@ -244,6 +257,7 @@ mod tests {
             cluster_id: 1,
             member_id: 2,
             progress_every: Duration::from_millis(5),
+            watched: 1 << 20,
         }))
     }
 
@@ -258,5 +272,12 @@ mod tests {
         reword(&mut ours);
         let ours = Status::from_header_map(&ours).unwrap();
         assert_eq!((ours.code(), ours.message()), (Code::OutOfRange, "compacted"));
+        let mut large = HeaderMap::new();
+        let text = "Error, decoded message length too large: found 9 bytes, the limit is: 8 bytes";
+        Status::new(Code::OutOfRange, text).add_header(&mut large).unwrap();
+        reword(&mut large);
+        let large = Status::from_header_map(&large).unwrap();
+        let etcds = "grpc: received message larger than max (9 vs. 8)";
+        assert_eq!((large.code(), large.message()), (Code::ResourceExhausted, etcds));
     }
 }

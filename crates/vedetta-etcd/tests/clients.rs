@@ -638,8 +638,29 @@ async fn etcdctl_saves_a_snapshot_that_we_start_from() {
     let line = "snapshot status @folder/vedetta.db";
     let status = told("3", ours.address, line, "", folder.path()).await;
     assert!(!status.starts_with("exit Some(0)"), "{status}");
+    // One of etcd's is.
+    let (etcd, theirs) = (Etcd::start().await, TempDir::new().unwrap());
+    for line in ["snapshot save @folder/db", "snapshot status @folder/db"] {
+        let done = told("3", etcd.address, line, "", theirs.path()).await;
+        assert!(done.starts_with("exit Some(0)"), "{line}: {done}");
+    }
     let again = Ours::start_in(folder, |endpoint| endpoint).await;
     assert_eq!(run("3", again.address, "get kept --print-value-only").await, "exit Some(0)\n1 ");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn etcdctl_lists_shows_and_revokes_the_lease_of_a_v2_time_to_live() {
+    let ours = Ours::start().await;
+    run("2", ours.address, "set /brief 1 --ttl 900").await;
+    let list = run_plain(ours.address, "lease list").await;
+    let id = list.lines().last().expect("a lease").trim();
+    assert!(id.len() == 16 && id.chars().all(|c| c.is_ascii_hexdigit()), "{list}");
+    let left = run_plain(ours.address, &format!("lease timetolive {id} --keys")).await;
+    assert!(left.contains("granted with TTL(900s)") && left.contains("[/brief]"), "{left}");
+    let revoked = run_plain(ours.address, &format!("lease revoke {id}")).await;
+    assert!(revoked.contains(&format!("lease {id} revoked")), "{revoked}");
+    let gone = run("2", ours.address, "get /brief").await;
+    assert!(gone.contains("Key not found"), "{gone}");
 }
 
 /// Documented in `docs/etcd-compatibility.md`.

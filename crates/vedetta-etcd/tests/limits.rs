@@ -2,6 +2,7 @@
 
 mod support;
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use axum::http::{Request, StatusCode};
@@ -9,7 +10,8 @@ use prost_reflect::{DynamicMessage, Value};
 use support::grpc::{self, Client, message};
 use support::http::{self, Answer, Connection};
 use support::http2::{frame, grpc_call, preface};
-use support::{Ours, database, scratch, soon};
+use support::{Ours, database, memory, scratch, soon};
+use testing::etcd;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tonic::Code;
@@ -298,4 +300,221 @@ async fn a_watch_too_many_on_one_stream_is_answered_as_cancelled() {
     assert_eq!(cancelled(&answer), Some(true));
     let why = answer.get_field_by_name("cancel_reason").unwrap().into_owned();
     assert_eq!(why.as_str(), Some("too many watches on one stream"));
+}
+
+/// A request to watch a key of so many bytes.
+fn watch_of(bytes: usize) -> DynamicMessage {
+    let mut create = DynamicMessage::new(message("WatchCreateRequest"));
+    create.set_field_by_name("key", text(&"k".repeat(bytes)));
+    let mut watch = DynamicMessage::new(message("WatchRequest"));
+    watch.set_field_by_name("create_request", Value::Message(create));
+    watch
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_keys_watched_on_one_connection_are_bounded_together() {
+    const KEY: usize = 60_000;
+    const FIT: usize = 17;
+    let limits = Limits { watched: FIT * KEY + KEY / 2, ..Limits::default() };
+    let ours = Ours::start_with(|endpoint| endpoint.limits(limits)).await;
+    let mut v3 = Client::connect(ours.address).await.unwrap();
+    let watch = watch_of(KEY);
+    let why = async |line: &mut grpc::Line| {
+        let answer = soon("a watch", line.next()).await.unwrap().unwrap();
+        answer.get_field_by_name("cancel_reason").unwrap().as_str().unwrap().to_owned()
+    };
+    let refused = "the keys watched on one connection are too long together";
+    let mut line = v3.line("Watch/Watch", &watch).await.unwrap();
+    assert_eq!(why(&mut line).await, "");
+    for _ in 1..FIT {
+        line.send(&watch).await;
+        assert_eq!(why(&mut line).await, "");
+    }
+    line.send(&watch).await;
+    assert_eq!(why(&mut line).await, refused);
+    let mut second = v3.line("Watch/Watch", &watch).await.unwrap();
+    assert_eq!(why(&mut second).await, refused, "another stream of the connection");
+    line.send(&watch_of(1)).await;
+    assert_eq!(why(&mut line).await, "", "there is room for a short one");
+    let mut other = Client::connect(ours.address).await.unwrap();
+    let mut other = other.line("Watch/Watch", &watch).await.unwrap();
+    assert_eq!(why(&mut other).await, "", "another connection");
+    let mut cancel = DynamicMessage::new(message("WatchCancelRequest"));
+    cancel.set_field_by_name("watch_id", Value::I64(3));
+    let mut request = DynamicMessage::new(message("WatchRequest"));
+    request.set_field_by_name("cancel_request", Value::Message(cancel));
+    line.send(&request).await;
+    assert_eq!(why(&mut line).await, "", "it is cancelled");
+    second.send(&watch).await;
+    assert_eq!(why(&mut second).await, "", "one that ended gives its room back");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_message_of_a_stream_is_no_longer_than_it_can_need() {
+    let ours = Ours::start().await;
+    let mut v3 = Client::connect(ours.address).await.unwrap();
+    for bytes in [140_000, 3 << 20] {
+        let mut line = v3.line("Watch/Watch", &watch_of(1)).await.unwrap();
+        soon("a watch", line.next()).await.unwrap().unwrap();
+        line.send(&watch_of(bytes)).await;
+        let ended = soon("its end", line.next()).await.unwrap_err();
+        assert_eq!(ended.code(), Code::ResourceExhausted);
+        assert!(ended.message().ends_with("vs. 135170)"), "{ended:?}");
+    }
+    let keep = filled("Lease/LeaseKeepAlive", &[("ID", Value::I64(7))]);
+    let mut line = v3.line("Lease/LeaseKeepAlive", &keep).await.unwrap();
+    soon("an answer", line.next()).await.unwrap().unwrap();
+    line.requests.send(vec![0; 5_000].into()).await.unwrap();
+    let ended = soon("its end", line.next()).await.unwrap_err();
+    let told = (ended.code(), ended.message());
+    let words = "grpc: received message larger than max (5000 vs. 4096)";
+    assert_eq!(told, (Code::ResourceExhausted, words));
+}
+
+/// What windows let in is read at once, so they bound no message that is being put together.
+#[tokio::test(flavor = "multi_thread")]
+async fn unfinished_requests_of_one_connection_are_bounded_together() {
+    const PIECES: usize = 4;
+    for (path, size) in
+        [("KV/Put", 100_000), ("Watch/Watch", 100_000), ("Lease/LeaseKeepAlive", 4_000)]
+    {
+        let unfinished = PIECES * size + size / 2;
+        let limits = Limits { unfinished, ..Limits::default() };
+        let ours = Ours::start_with(|endpoint| endpoint.limits(limits)).await;
+        let stream = TcpStream::connect(ours.address).await.unwrap();
+        let (client, connection) = h2::client::handshake(stream).await.unwrap();
+        let connection = tokio::spawn(connection);
+        let url = format!("http://{}/etcdserverpb.{path}", ours.address);
+        let prefix = [&[0][..], &u32::try_from(size).unwrap().to_be_bytes()].concat();
+        // Sends the beginning of a request, in pieces that split its length.
+        let begin = async || {
+            let request = Request::post(&url).header("content-type", "application/grpc");
+            let mut client = client.clone().ready().await.unwrap();
+            let (answer, mut body) = client.send_request(request.body(()).unwrap(), false).unwrap();
+            for piece in [prefix[..3].to_vec(), prefix[3..].to_vec(), vec![0; 100]] {
+                body.send_data(piece.into(), false).unwrap();
+            }
+            (answer, body)
+        };
+        // The status that a call ends with, in its head or after its body.
+        let end = async |answer: h2::client::ResponseFuture| {
+            let answer = soon("an answer", answer).await.unwrap();
+            if let Some(status) = answer.headers().get("grpc-status") {
+                return status.clone();
+            }
+            let mut body = answer.into_body();
+            while soon("an answer's body", body.data()).await.is_some() {}
+            let trailers = soon("its end", body.trailers()).await.unwrap().unwrap();
+            trailers["grpc-status"].clone()
+        };
+        let mut held = Vec::new();
+        for _ in 0..PIECES {
+            held.push(begin().await);
+        }
+        let (refused, _body) = begin().await;
+        assert_eq!(end(refused).await, "8", "{path}: one too many");
+        let (_, mut first) = held.remove(0);
+        first.send_reset(h2::Reason::CANCEL);
+        soon("one that ended gives its room back", async {
+            loop {
+                let (answer, mut body) = begin().await;
+                body.send_data(vec![0; size - 100].into(), true).unwrap();
+                if end(answer).await != "8" {
+                    break;
+                }
+            }
+        })
+        .await;
+        connection.abort();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn unfinished_bodies_of_one_connection_are_bounded_together() {
+    let limits = Limits { unfinished: 2_500, ..Limits::default() };
+    let ours = Ours::start_with(|endpoint| endpoint.limits(limits)).await;
+    let stream = TcpStream::connect(ours.address).await.unwrap();
+    let (client, connection) = h2::client::handshake(stream).await.unwrap();
+    let connection = tokio::spawn(connection);
+    let url = format!("http://{}/v2/keys/a", ours.address);
+    let begin = async || {
+        let request = Request::put(&url)
+            .header("content-type", "application/x-www-form-urlencoded")
+            .header("content-length", 1_000);
+        let mut client = client.clone().ready().await.unwrap();
+        let (answer, mut body) = client.send_request(request.body(()).unwrap(), false).unwrap();
+        body.send_data("value=".into(), false).unwrap();
+        (answer, body)
+    };
+    let (first, mut body) = begin().await;
+    let (_second, _body) = begin().await;
+    let (refused, _body) = begin().await;
+    let refused = soon("one too many", refused).await.unwrap();
+    assert_eq!(refused.status(), StatusCode::TOO_MANY_REQUESTS);
+    body.send_data("x".repeat(994).into(), true).unwrap();
+    assert_eq!(soon("the first", first).await.unwrap().status(), StatusCode::CREATED);
+    let (third, mut body) = begin().await;
+    body.send_data("x".repeat(994).into(), true).unwrap();
+    assert_eq!(soon("there is room again", third).await.unwrap().status(), StatusCode::OK);
+    connection.abort();
+}
+
+/// etcd says it when most of its cluster is gone, we when a request is too large: but for the cause it is the same answer.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_fails_inside_is_told_to_v2_as_by_etcd() {
+    let mut cluster = etcd::Cluster::start_with(3, &["--enable-v2=true"]).await;
+    cluster.node_mut(1).kill();
+    cluster.node_mut(2).kill();
+    let ours = Ours::start().await;
+    let failed = async |address: SocketAddr, value: &str| {
+        let form = Some("application/x-www-form-urlencoded");
+        let body = format!("value={value}");
+        let bytes = http::request(address, "PUT", "/v2/keys/a", form, body.as_bytes());
+        let mut connection = Connection::open(address).await.unwrap();
+        let answer = soon("an answer", connection.exchange(&bytes)).await.unwrap();
+        let text = answer.text();
+        let (before, rest) = text.split_once("\"cause\":\"etcdserver: ").expect(&text);
+        let (cause, after) = rest.split_once('"').expect(&text);
+        let headers = ["content-type", "x-etcd-index"].map(|name| answer.header(name));
+        let headers = headers.map(|value| value.map(str::to_owned));
+        (cause.to_owned(), (answer.status, headers, format!("{before}{after}")))
+    };
+    let (cause, etcds) = failed(cluster.node(0).address(), "1").await;
+    assert_eq!((cause.as_str(), etcds.0), ("request timed out", 500));
+    let (cause, told) = failed(ours.address, &"x".repeat(2 << 20)).await;
+    assert_eq!(cause, "request is too large");
+    assert_eq!(told, etcds);
+}
+
+/// Each of them is whole, so none is counted; the call that has more than one keeps none of them either.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_call_that_sends_message_after_message_keeps_none_of_them() {
+    const CALLS: usize = 40;
+    const MOST: u64 = 32 << 20;
+    let ours = Ours::start().await;
+    let stream = TcpStream::connect(ours.address).await.unwrap();
+    let (client, connection) = h2::client::handshake(stream).await.unwrap();
+    let connection = tokio::spawn(connection);
+    let url = format!("http://{}/etcdserverpb.KV/Put", ours.address);
+    let messages = bytes::Bytes::from([0, 0, 0, 0, 3, 0x0a, 1, b'k'].repeat(2_000));
+    let before = memory();
+    let mut held = Vec::new();
+    for _ in 0..CALLS {
+        let request = Request::post(&url).header("content-type", "application/grpc");
+        let mut client = client.clone().ready().await.unwrap();
+        let (answer, mut body) = client.send_request(request.body(()).unwrap(), false).unwrap();
+        // Almost as much as one message may be.
+        for _ in 0..(2_000_000 / messages.len()) {
+            body.reserve_capacity(messages.len());
+            while body.capacity() < messages.len() {
+                let more = std::future::poll_fn(|cx| body.poll_capacity(cx));
+                soon("it is read", more).await.unwrap().unwrap();
+            }
+            body.send_data(messages.clone(), false).unwrap();
+        }
+        held.push((answer, body));
+    }
+    let grown = memory().saturating_sub(before);
+    assert!(grown < MOST, "{CALLS} calls keep {grown} bytes");
+    connection.abort();
 }

@@ -7,7 +7,7 @@ use prost_reflect::{DynamicMessage, Value};
 use serde_json::{Value as Json, json};
 use support::grpc::{self, Client, Line, message};
 use support::http::{Answer, Connection, request};
-use support::{Ours, soon};
+use support::{Ours, program, soon};
 
 /// Our server, with a client of each API.
 struct Talk {
@@ -136,7 +136,12 @@ fn told(what: &'static str, key: &str, value: &str, revision: i64) -> Told {
 async fn what_v2_writes_wakes_a_v3_watcher_with_the_same_number() {
     let mut talk = Talk::start().await;
     let mut watch = talk.watch().await;
-    let index = talk.node("PUT", "/a", "value=1").await["modifiedIndex"].as_i64().unwrap();
+    let url = format!("http://{}/v2/keys/a", talk.ours.address);
+    let mut curl = tokio::process::Command::from(program("curl"));
+    let done = curl.args(["-sS", "--noproxy", "*", "-X", "PUT", "-d", "value=1", &url]).output();
+    let done = soon("curl", done).await.unwrap();
+    let answer: Json = serde_json::from_slice(&done.stdout).expect("curl prints the answer");
+    let index = answer["node"]["modifiedIndex"].as_i64().unwrap();
     assert_eq!(next(&mut watch, 1).await, [told("put", "/a", "1", index)]);
     // A new directory is a marker, in the revision that needed it.
     let index = talk.node("PUT", "/d/e", "value=2").await["modifiedIndex"].as_i64().unwrap();
@@ -262,7 +267,7 @@ async fn leases_and_times_to_live_are_seen_from_both() {
     // A v2 time to live is a lease.
     talk.node("PUT", "/ttl", "value=1&ttl=900").await;
     let lease = talk.range("/ttl", "").await[0].2[3];
-    assert_ne!(lease, 0);
+    assert!(lease > 0, "a client can say it: {lease}");
     let left = talk
         .call("Lease/LeaseTimeToLive", &[("ID", Value::I64(lease)), ("keys", Value::Bool(true))])
         .await;
@@ -273,6 +278,11 @@ async fn leases_and_times_to_live_are_seen_from_both() {
     talk.call("Lease/LeaseRevoke", &[("ID", Value::I64(lease))]).await;
     let event = v2_event(&mut watch).await;
     assert_eq!((&event["action"], &event["prevNode"]["value"]), (&json!("delete"), &json!("1")));
+    // An id that is chosen for v3 is none that v2 would read a moment in.
+    for _ in 0..64 {
+        let granted = talk.call("Lease/LeaseGrant", &[("TTL", Value::I64(800))]).await;
+        assert!((1..1 << 62).contains(&number(&granted, "ID")), "{granted:?}");
+    }
     // A v3 lease is a time to live in v2.
     talk.call("Lease/LeaseGrant", &[("ID", Value::I64(77)), ("TTL", Value::I64(800))]).await;
     talk.call("KV/Put", &[("key", text("/leased")), ("lease", Value::I64(77))]).await;

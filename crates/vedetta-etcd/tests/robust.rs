@@ -14,7 +14,7 @@ use prost_reflect::{DynamicMessage, Value};
 use support::grpc::{self, Client};
 use support::http::{Connection, request};
 use support::http2::{frame, grpc_call, hpack, preface};
-use support::{Ours, PATIENCE, soon};
+use support::{Ours, PATIENCE, memory, soon};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::sync::{Mutex, MutexGuard};
@@ -121,14 +121,6 @@ fn sockets() -> usize {
     let open = std::fs::read_dir("/proc/self/fd").expect("a process has descriptors");
     let of = open.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok());
     of.filter(|name| name.to_string_lossy().starts_with("socket:")).count()
-}
-
-/// Bytes in memory that are no file's.
-fn memory() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").expect("a process has a status");
-    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
-    let kilobytes = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
-    kilobytes.expect("the kernel tells it") << 10
 }
 
 /// Writes with each API and sees it with the other, over and over; watches with each of them see it too.
@@ -540,11 +532,50 @@ async fn what_is_too_large_is_refused() {
     siege.end().await;
 }
 
-/// Clients that send a byte now and then, or nothing, or do not read, are let go; others need not wait.
+/// Watchers that do not read, of each API.
+const UNREAD: usize = 15;
+
+/// Watchers of both APIs of what `flood` writes.
+async fn watch_the_flood(siege: &Siege) -> Vec<TcpStream> {
+    let watch = get(b"/v2/keys/flood?wait=true&stream=true&recursive=true");
+    let v3_watch =
+        [preface(), grpc_call(1, "Watch/Watch", b"\x0a\x0f\x0a\x06/flood\x12\x05/flop")].concat();
+    let mut held = Vec::new();
+    for bytes in [watch, v3_watch] {
+        for _ in 0..UNREAD {
+            let mut stream = TcpStream::connect(siege.ours.address).await.unwrap();
+            stream.write_all(&bytes).await.unwrap();
+            held.push(stream);
+        }
+    }
+    soon("all of them watch", async {
+        while siege.ours.store.status().watchers < siege.watchers + 2 * UNREAD {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+    held
+}
+
+/// Writes more than any buffer takes; whoever watches and does not read it costs little meanwhile.
+async fn flood(siege: &Siege) {
+    let (before, mut most) = (memory(), 0);
+    let mut v3 = Client::connect(siege.ours.address).await.unwrap();
+    let mut put = grpc::request("KV/Put");
+    put.set_field_by_name("key", Value::Bytes("/flood/x".into()));
+    put.set_field_by_name("value", Value::Bytes(vec![b'x'; 1 << 20].into()));
+    for _ in 0..24 {
+        soon("a put beside slow readers", v3.unary("KV/Put", &put)).await.unwrap();
+        most = most.max(memory());
+    }
+    // Without a bound each of them would have 24 MiB, or more.
+    let grown = most.saturating_sub(before) >> 20;
+    assert!(grown < 64 + 4 * 2 * UNREAD as u64, "{grown} MiB more with {UNREAD} of each");
+}
+
+/// Clients that send nothing, or do not read, are let go; others need not wait.
 #[tokio::test(flavor = "multi_thread")]
-async fn slow_and_half_open_clients_are_let_go() {
-    /// Watchers that do not read, of each API.
-    const UNREAD: usize = 15;
+async fn silent_and_half_open_clients_are_let_go() {
     let siege = Siege::begin().await;
     let address = siege.ours.address;
     let mut held = Vec::new();
@@ -556,6 +587,8 @@ async fn slow_and_half_open_clients_are_let_go() {
         b"PRI * HTTP/2.0\r\n".to_vec(),
         preface(),
         [preface(), grpc_call(1, "KV/Put", b"\x0a\x04/m/b")[..60].to_vec()].concat(),
+        // Answered, and then there is nothing more.
+        get(b"/version"),
     ];
     for beginning in &beginnings {
         for _ in 0..20 {
@@ -568,36 +601,8 @@ async fn slow_and_half_open_clients_are_let_go() {
     for stream in held.iter_mut().step_by(2) {
         let _ = stream.shutdown().await;
     }
-    // Watchers of both APIs that never read what comes, more than any buffer takes.
-    let watch = get(b"/v2/keys/flood?wait=true&stream=true&recursive=true");
-    let v3_watch =
-        [preface(), grpc_call(1, "Watch/Watch", b"\x0a\x0f\x0a\x06/flood\x12\x05/flop")].concat();
-    for bytes in [watch, v3_watch] {
-        for _ in 0..UNREAD {
-            let mut stream = TcpStream::connect(address).await.unwrap();
-            stream.write_all(&bytes).await.unwrap();
-            held.push(stream);
-        }
-    }
-    soon("all of them watch", async {
-        while siege.ours.store.status().watchers < siege.watchers + 2 * UNREAD {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    })
-    .await;
-    let (before, mut most) = (memory(), 0);
-    let mut v3 = Client::connect(address).await.unwrap();
-    let mut put = grpc::request("KV/Put");
-    put.set_field_by_name("key", Value::Bytes("/flood/x".into()));
-    put.set_field_by_name("value", Value::Bytes(vec![b'x'; 1 << 20].into()));
-    for _ in 0..24 {
-        soon("a put beside slow readers", v3.unary("KV/Put", &put)).await.unwrap();
-        most = most.max(memory());
-    }
-    drop(v3);
-    // Without a bound each of them would have 24 MiB, or more.
-    let grown = most.saturating_sub(before) >> 20;
-    assert!(grown < 64 + 4 * 2 * UNREAD as u64, "{grown} MiB more with {UNREAD} of each");
+    held.extend(watch_the_flood(&siege).await);
+    flood(&siege).await;
     // Everybody is let go, although none of them hangs up: only our own ends are left.
     soon("the server lets go of them", async {
         loop {
@@ -610,6 +615,89 @@ async fn slow_and_half_open_clients_are_let_go() {
     })
     .await;
     drop(held);
+    siege.end().await;
+}
+
+/// A connection that was answered is let go when nothing more is asked on it.
+#[tokio::test(flavor = "multi_thread")]
+async fn who_is_answered_and_then_silent_is_let_go() {
+    let siege = Siege::begin().await;
+    let mut stream = TcpStream::connect(siege.ours.address).await.unwrap();
+    for _ in 0..2 {
+        stream.write_all(&get(b"/version")).await.unwrap();
+        let mut answer = Vec::new();
+        while !answer.ends_with(b"}") {
+            answer.push(soon("an answer", stream.read_u8()).await.expect("it is kept"));
+        }
+        assert!(answer.starts_with(b"HTTP/1.1 200"), "{}", answer.escape_ascii());
+    }
+    let mut rest = Vec::new();
+    let ended = soon("it is let go", stream.read_to_end(&mut rest)).await;
+    assert!(ended.is_ok() && rest.is_empty(), "{ended:?} {}", rest.escape_ascii());
+    drop(stream);
+    siege.end().await;
+}
+
+/// A byte now and then is no sign of life: what must be sent in time is a whole head, body or frame.
+#[tokio::test(flavor = "multi_thread")]
+async fn who_sends_a_byte_now_and_then_is_let_go() {
+    let siege = Siege::begin().await;
+    let put = [preface(), grpc_call(1, "KV/Put", b"\x0a\x04/m/b\x12\x05value")].concat();
+    let (headers, data) = (preface().len() + 12, put.len() - 8);
+    let slowly = async |name: &str, bytes: Vec<u8>, at_once: usize| {
+        let (mut read, mut write) =
+            TcpStream::connect(siege.ours.address).await.unwrap().into_split();
+        write.write_all(&bytes[..at_once]).await.unwrap();
+        let trickle = async {
+            // The last byte is never sent, the one before it again and again.
+            for at in at_once.. {
+                tokio::time::sleep(Duration::from_millis(200)).await;
+                if write.write_all(&[bytes[at.min(bytes.len() - 2)]]).await.is_err() {
+                    break;
+                }
+            }
+        };
+        let mut answer = Vec::new();
+        let end = read.read_to_end(&mut answer);
+        soon(name, async {
+            tokio::select! { _ = end => {}, () = trickle => {} }
+        })
+        .await;
+        answer
+    };
+    let form = "Content-Type: application/x-www-form-urlencoded\r\nContent-Length: 9000\r\n";
+    let body = format!("PUT /v2/keys/slow HTTP/1.1\r\nHost: localhost\r\n{form}\r\nvalue=xxx");
+    let at_body = body.len() - 5;
+    let mut head = get(b"/v2/keys/slow");
+    head.truncate(head.len() - 4);
+    let (_, body, ..) = tokio::join!(
+        slowly("a head", head, 20),
+        slowly("a body", body.into_bytes(), at_body),
+        slowly("the beginning of HTTP/2", preface(), 5),
+        slowly("a frame of headers", put.clone(), headers),
+        slowly("a frame of data", put.clone(), data),
+    );
+    assert!(body.starts_with(b"HTTP/1.1 408"), "{}", body.escape_ascii());
+    siege.end().await;
+}
+
+/// Who reads a byte now and then costs no more than who reads nothing, and nobody waits for it.
+#[tokio::test(flavor = "multi_thread")]
+async fn who_reads_a_byte_now_and_then_costs_little() {
+    let siege = Siege::begin().await;
+    let readers = watch_the_flood(&siege).await.into_iter().map(|mut stream| {
+        tokio::spawn(async move {
+            while stream.read_u8().await.is_ok() {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        })
+    });
+    let readers: Vec<_> = readers.collect();
+    flood(&siege).await;
+    siege.calm().await;
+    for reader in readers {
+        reader.abort();
+    }
     siege.end().await;
 }
 

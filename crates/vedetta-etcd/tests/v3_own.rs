@@ -299,7 +299,7 @@ async fn refusals_have_the_codes_and_words_of_etcd() {
     }
     let (code, words) = refused(kv.put(large(3 << 20)).await);
     assert_eq!(code, ResourceExhausted, "{words}");
-    assert!(words.starts_with("grpc: received message larger than max"), "{words}");
+    assert!(words.starts_with("grpc: received message larger than max ("), "{words}");
     server.stop().await;
 }
 
@@ -761,21 +761,37 @@ fn files_that_are_no_use_for_tls_are_named() {
     assert!(matches!(error, TlsError::Unusable { .. }), "{error:?}");
 }
 
+/// A connection on which the version was asked for.
+async fn asking(server: &Server) -> TcpStream {
+    let address = server.url.strip_prefix("http://").unwrap();
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    let get = format!("GET /version HTTP/1.1\r\nhost: {address}\r\n\r\n");
+    stream.write_all(get.as_bytes()).await.unwrap();
+    stream
+}
+
+/// The first byte of an answer.
+async fn first_byte(stream: &mut TcpStream, within: Duration) -> Option<u8> {
+    tokio::time::timeout(within, stream.read_u8()).await.ok().map(|read| read.expect("it stays"))
+}
+
 #[tokio::test]
 async fn a_connection_too_many_waits_for_its_place() {
-    let limits = Limits { connections: 1, ..Limits::default() };
-    let server = Server::with(|endpoint| endpoint.limits(limits)).await;
-    let mut first = server.kv().await;
-    first.put(put("a", "1")).await.unwrap();
-    let url = server.url.clone();
-    let second = tokio::spawn(async move {
-        KvClient::connect(url).await.unwrap().put(put("a", "2")).await.unwrap();
-    });
-    first.put(put("a", "3")).await.unwrap();
-    assert!(!second.is_finished());
-    drop(first);
-    tokio::time::timeout(PATIENCE, second).await.unwrap().unwrap();
-    server.stop().await;
+    // Longer than an answer takes: the others show that.
+    let a_while = Duration::from_millis(500);
+    for (connections, waits) in [(1, true), (2, false)] {
+        let limits = Limits { connections, ..Limits::default() };
+        let server = Server::with(|endpoint| endpoint.limits(limits)).await;
+        let mut first = asking(&server).await;
+        assert_eq!(first_byte(&mut first, PATIENCE).await, Some(b'H'));
+        let mut second = asking(&server).await;
+        if waits {
+            assert_eq!(first_byte(&mut second, a_while).await, None, "it has to wait");
+            drop(first);
+        }
+        assert_eq!(first_byte(&mut second, PATIENCE).await, Some(b'H'));
+        server.stop().await;
+    }
 }
 
 #[tokio::test]

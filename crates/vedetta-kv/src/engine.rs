@@ -287,7 +287,8 @@ impl<'a> Engine<'a> {
             Some(id) if self.has_lease(id) => return refuse(KvError::LeaseExists(id)),
             Some(id) => id,
             None => loop {
-                match LeaseId::new(fastrand::i64(1..)) {
+                // The upper half is for callers who choose ids: etcd's v2 API has something to say in them.
+                match LeaseId::new(fastrand::i64(1..1 << 62)) {
                     Some(id) if !self.has_lease(id) => break id,
                     _ => {}
                 }

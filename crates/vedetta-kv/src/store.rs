@@ -373,7 +373,7 @@ impl Store {
 
     /// Removes keys.
     pub async fn delete(&self, delete: Delete) -> Result<Deleted, KvError> {
-        engine::check_range(&delete.range)?;
+        engine::check_size(engine::check_range(&delete.range)?, &self.options.limits)?;
         self.check_queue()?;
         self.reclaim(Uses::Memory, move |engine| engine.delete(&delete)).await
     }
@@ -715,7 +715,7 @@ impl Mirror for Publisher {
         drop(pending);
         let events = Arc::into_inner(layer).map(|layer| layer.events).unwrap_or_default();
         if let Some(last) = events.last().map(|event| event.revision) {
-            self.0.hub.publish(Block::new(last, events));
+            Block::cut(last, events).into_iter().for_each(|block| self.0.hub.publish(block));
         }
     }
 

@@ -38,7 +38,7 @@ use crate::{Change, Event, KeyValue};
 const RING_BYTES: usize = 16 << 20;
 /// Bytes forgotten at once when there are more, so that not each block costs a wake-up.
 const SLICE_BYTES: usize = 1 << 20;
-/// About how much a watcher is handed at once; a transaction is never split.
+/// About how much is in a block, and so how much a watcher is handed at once; a revision is never split.
 const BATCH_BYTES: usize = 1 << 20;
 /// Rows read from the file in one go.
 const HISTORY_ROWS: u32 = 1_000;
@@ -48,7 +48,7 @@ const NOTHING: u64 = u64::MAX;
 const FEW_WATCHERS: usize = 256;
 const FEW_EVENTS: usize = 32;
 
-/// Events that became durable together, or were read from the file together.
+/// Events that became durable together, all or a part, or were read from the file together.
 #[derive(Debug)]
 pub(crate) struct Block {
     pub(crate) last: Revision,
@@ -67,12 +67,32 @@ pub type Line = Arc<OnceLock<Bytes>>;
 
 impl Block {
     pub(crate) fn new(last: Revision, events: Vec<Event>) -> Self {
-        let value = |key: Option<&KeyValue>| key.map_or(0, |key| key.value().len());
-        let weigh = |event: &Event| {
-            128 + event.key().len() + value(event.now()) + value(event.previous.as_ref())
-        };
         let bytes = events.iter().map(weigh).sum();
         Self { last, events, bytes, encoded: OnceLock::new(), lines: OnceLock::new() }
+    }
+
+    /// What became durable together, in blocks: a commit may be of hundreds of large writes, and a slow reader keeps a
+    /// block in memory for as long as it is at it.
+    pub(crate) fn cut(last: Revision, events: Vec<Event>) -> Vec<Self> {
+        let whole = Self::new(last, events);
+        if whole.bytes <= BATCH_BYTES {
+            return vec![whole];
+        }
+        let (mut blocks, mut part, mut bytes) = (Vec::new(), Vec::<Event>::new(), 0);
+        for event in whole.events {
+            let before = part.last().map(|before| before.revision);
+            if let Some(last) = before
+                && last < event.revision
+                && bytes + weigh(&event) > BATCH_BYTES
+            {
+                blocks.push(Self::new(last, std::mem::take(&mut part)));
+                bytes = 0;
+            }
+            bytes += weigh(&event);
+            part.push(event);
+        }
+        blocks.push(Self::new(last, part));
+        blocks
     }
 
     /// Room for the bytes of each event. Not made with the block: the writer would pay for it, also
@@ -84,6 +104,12 @@ impl Block {
     fn lines(&self) -> &[Line] {
         self.lines.get_or_init(|| self.events.iter().map(|_| Line::default()).collect())
     }
+}
+
+/// About how much memory an event takes.
+fn weigh(event: &Event) -> usize {
+    let value = |key: Option<&KeyValue>| key.map_or(0, |key| key.value().len());
+    128 + event.key().len() + value(event.now()) + value(event.previous.as_ref())
 }
 
 /// Recent blocks, the oldest first, without a gap.

@@ -107,12 +107,18 @@ async fn a_request_may_be_as_large_as_the_limit_and_not_larger() {
         then([put("a", first), Op::Txn(inner)])
     };
     store.txn(halves(limit / 2, limit / 2)).await.unwrap();
+    let range = |size: usize| Delete {
+        range: KeyRange::Between(vec![b'k'; size - 1].into(), "l".into()),
+        previous: false,
+    };
+    store.delete(range(limit)).await.unwrap();
     let target = CompareTarget::Value(vec![b'v'; limit].into());
     let compare = Compare { range: one("k"), op: CompareOp::Equal, target };
     for refused in [
         store.put(sized(limit + 1)).await.map(drop),
         store.txn(halves(limit / 2, limit / 2 + 1)).await.map(drop),
         store.txn(Txn { when: vec![compare], ..Txn::default() }).await.map(drop),
+        store.delete(range(limit + 1)).await.map(drop),
     ] {
         match refused {
             Err(KvError::RequestTooLarge { size, limit: told }) => {

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 
-use support::{get, is_quiet, one, open, open_db, put, reopen, soon, story, take};
+use support::{get, hold, is_quiet, line_up, one, open, open_db, put, reopen, soon, story, take};
 use vedetta_core::{KeyRange, Revision};
 use vedetta_db::{Mirror, Rows};
 use vedetta_kv::{Delete, Event, Op, Options, Put, Store, Txn, WatchError, WatchOptions, Watcher};
@@ -428,6 +428,34 @@ async fn a_watch_of_the_future_has_made_no_progress_beyond_the_present() {
     put(&store, "k", "one").await;
     let watcher = store.watch(one("k"), from(1000)).unwrap();
     assert_eq!(watcher.progress(), Revision(2));
+    store.close().await;
+}
+
+#[tokio::test]
+async fn a_commit_of_many_large_writes_comes_in_several_batches() {
+    let folder = tempfile::tempdir().unwrap();
+    let db = open_db(folder.path());
+    let store = Store::open(db.clone(), Options::default()).await.unwrap();
+    let mut watcher = store.watch(KeyRange::all(), WatchOptions::default()).unwrap();
+    let busy = hold(&db).await;
+    let mut asked = Vec::new();
+    for n in 0..12 {
+        let (store, value) = (store.clone(), vec![b'x'; 1 << 20]);
+        let put = async move { store.put(Put::new(format!("k{n:02}"), value)).await };
+        asked.push(line_up(put).await);
+    }
+    drop(busy);
+    for put in asked {
+        soon(put).await.unwrap();
+    }
+    let (mut keys, mut most) = (Vec::new(), 0);
+    while keys.len() < 12 {
+        let batch = soon(watcher.next()).await.unwrap();
+        most = most.max(batch.iter().map(|event| event.now().unwrap().value().len()).sum());
+        keys.extend(batch.iter().map(|event| event.key().to_vec()));
+    }
+    assert!(keys.is_sorted(), "{keys:?}");
+    assert!(most < 3 << 20, "{most} bytes at once");
     store.close().await;
 }
 

@@ -70,6 +70,8 @@ pub(super) struct Evidence {
     pub faults: Vec<Fault>,
     pub runs: Vec<Run>,
     pub left: Left,
+    /// Pulls of a stream that workers opened while another was open.
+    pub overlapping: u64,
 }
 
 impl Evidence {
@@ -93,6 +95,7 @@ impl Evidence {
         let records = self.left.records.as_deref().unwrap_or_default();
         self.check_ledger(records, &runs, &mut report);
         if self.on == Backend::Nats {
+            report.figures.insert("pulls while another was open", self.overlapping);
             self.check_stream(&runs, &mut report);
         }
         self.check_effects(&mut report);

@@ -38,8 +38,8 @@ const BACKOFF: Backoff =
     Backoff { first: Duration::from_millis(20), most: Duration::from_millis(500), jitter: 0.2 };
 /// What a job that snoozes asks for.
 const SNOOZE: Duration = Duration::from_millis(100);
-/// Slots of a worker.
-const SLOTS: NonZeroU32 = NonZeroU32::new(16).unwrap();
+/// Messages pulled at once, at most: workers with many more slots open the next pull before the last has ended.
+const PULLED: NonZeroU32 = NonZeroU32::new(256).unwrap();
 /// Why a job fails whose kind is to fail.
 pub(super) const PLANNED: &str = "as its kind does";
 
@@ -57,6 +57,8 @@ pub struct WorkerProcess {
     #[arg(long)]
     pub(super) lease: humantime::Duration,
     #[arg(long)]
+    pub(super) slots: NonZeroU32,
+    #[arg(long)]
     pub(super) lie: Option<Lie>,
     /// Where a stream's jobs are recorded.
     #[arg(long)]
@@ -71,11 +73,12 @@ pub(super) struct Task {
 }
 
 /// The stream, as driver and workers use it.
-pub(super) fn stream_options(lease: Duration) -> Options {
-    let capacity = NonZeroU32::new(256).expect("not zero");
+pub(super) fn stream_options(lease: Duration, slots: NonZeroU32) -> Options {
+    // For all workers, and for what is delayed.
+    let capacity = slots.saturating_mul(NonZeroU32::new(16).expect("not zero"));
     let mut options = Options::new("TORTURE", "torture.jobs", "workers", capacity);
-    (options.ack_wait, options.heartbeat) = (lease, lease / 3);
-    options.fetch_batch = SLOTS;
+    (options.ack_wait, options.heartbeat) = (lease, heartbeat(lease));
+    options.fetch_batch = slots.min(PULLED);
     options.fetch_timeout = Duration::from_millis(500);
     options
 }
@@ -85,7 +88,11 @@ pub(super) fn stream_options(lease: Duration) -> Options {
 /// silent, is read when that is over: within the longest stall that is not noted, else it is noted. Then it is given
 /// back unless it is taken within a heartbeat.
 pub(super) fn ahead(lease: Duration) -> Duration {
-    longest_stall(lease) + stream_options(lease).heartbeat
+    longest_stall(lease) + heartbeat(lease)
+}
+
+fn heartbeat(lease: Duration) -> Duration {
+    lease / 3
 }
 
 /// What a process may be kept from running without saying so.
@@ -110,7 +117,7 @@ impl WorkerProcess {
                 Arc::new(jobs)
             }
             Backend::Nats => {
-                let options = stream_options(*self.lease);
+                let options = stream_options(*self.lease, self.slots);
                 let records = self.records.context("a stream needs somebody who records")?;
                 let records: Arc<dyn Monitor> = Arc::new(Line::to(records));
                 let open =
@@ -118,6 +125,7 @@ impl WorkerProcess {
                 let opened = until_it_works(open).await;
                 let jobs = Arc::new(opened);
                 stream = Some(Arc::clone(&jobs));
+                tokio::spawn(count_pulls(Arc::clone(&log), Arc::clone(&jobs)));
                 jobs
             }
         };
@@ -126,7 +134,7 @@ impl WorkerProcess {
         let hand = Arc::new(hand);
         let mut worker = Worker::new(DEFAULT_QUEUE)
             .name(format!("w{}", self.number))
-            .capacity(SLOTS)
+            .capacity(self.slots)
             .lease(*self.lease)
             .backoff(BACKOFF);
         for kind in Kind::ALL {
@@ -166,6 +174,19 @@ async fn watch_the_clock(log: Arc<Log>, most: Duration) {
         sleep(Duration::from_millis(20)).await;
         if now() - before > most {
             log.stalled(before);
+        }
+    }
+}
+
+/// Says how many pulls of a stream were opened while another was open, as it may be killed at any time.
+async fn count_pulls(log: Arc<Log>, stream: Arc<JetStream>) {
+    let mut said = 0;
+    loop {
+        sleep(Duration::from_millis(20)).await;
+        let pulls = stream.overlapping_pulls();
+        if pulls > said {
+            log.overlapping(pulls);
+            said = pulls;
         }
     }
 }

@@ -79,7 +79,7 @@ impl Desk {
                 Self::Postgres(PostgresJobs::new(db))
             }
             Server::Nats(_) => {
-                let options = stream_options(setup.lease);
+                let options = stream_options(setup.lease, setup.slots);
                 let client = async_nats::connect(&url).await?;
                 let records = Records::open(folder, setup.seed).await?;
                 let monitor: Arc<dyn Monitor> = Arc::clone(&records.jobs) as _;

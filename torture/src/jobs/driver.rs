@@ -71,7 +71,8 @@ pub(super) async fn run(setup: &Setup) -> Report {
         }
     };
     let ahead = if setup.on == Backend::Nats { micros(child::ahead(setup.lease)) } else { 0 };
-    let mut evidence = Evidence { on: setup.on, ahead, asked, faults, left, runs: Vec::new() };
+    let mut evidence =
+        Evidence { on: setup.on, ahead, asked, faults, left, runs: Vec::new(), overlapping: 0 };
     violations.extend(evidence.read_logs(folder.path(), started));
     let mut report = evidence.check();
     report.violations.splice(0..0, violations);
@@ -304,6 +305,7 @@ impl Evidence {
             match log::read(folder, worker) {
                 Ok(told) => {
                     self.runs.extend(told.runs);
+                    self.overlapping += told.overlapping;
                     self.faults.extend(told.stalls.into_iter().map(|(from, until)| Fault {
                         what: "process starved",
                         worker: Some(worker),

@@ -114,6 +114,11 @@ impl Log {
         self.write(&format!("{} stalled 0 0 {since}\n", now()));
     }
 
+    /// So many pulls of a stream were opened by now while another was open.
+    pub(super) fn overlapping(&self, pulls: u64) {
+        self.write(&format!("{} overlapping 0 0 {pulls}\n", now()));
+    }
+
     /// In one piece, so that a line is there or it is not.
     fn write(&self, line: &str) {
         (&self.0).write_all(line.as_bytes()).expect("a log can be written");
@@ -141,6 +146,8 @@ pub(super) struct Told {
     pub runs: Vec<Run>,
     /// From when to when the machine did not let it run.
     pub stalls: Vec<(u64, u64)>,
+    /// Pulls that it opened while another was open.
+    pub overlapping: u64,
 }
 
 /// Reads the file of a worker; what is wrong with it if it cannot be read.
@@ -171,6 +178,7 @@ fn take_in(told: &mut Told, claims: &mut Claims, worker: usize, line: &str) -> O
     let at: u64 = at.parse().ok()?;
     let claim = Claim { id: id.parse().ok()?, token: token.parse().ok()? };
     match what {
+        "overlapping" => told.overlapping = more.parse().ok()?,
         "stalled" => told.stalls.push((more.parse().ok()?, at)),
         "taken" => {
             claims.entry(claim).or_default().push(told.runs.len());

@@ -168,6 +168,7 @@ impl Workers {
         command.arg(&self.url).arg("--folder").arg(&self.folder);
         command.arg("--number").arg(self.started.to_string());
         command.arg("--lease").arg(humantime::format_duration(self.setup.lease).to_string());
+        command.arg("--slots").arg(self.setup.slots.to_string());
         if let Some(records) = self.records {
             command.arg("--records").arg(records.to_string());
         }

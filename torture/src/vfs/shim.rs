@@ -4,7 +4,7 @@
 //! followed in memory by the real one:
 //!
 //! ```text
-//! szOsFile:  │ methods │ device │ node │ owes_directory │ is_database │ told │ real file ... │
+//! szOsFile:  │ methods │ device │ node │ owes_directory │ kind │ told │ real file ... │
 //! ```
 //!
 //! The safety of all of it rests on SQLite's side of the contract:
@@ -116,10 +116,30 @@ struct File {
     node: Option<Node>,
     /// Whether the next sync includes the directory, see the promises of the [parent module](super).
     owes_directory: AtomicBool,
-    /// Neither a log nor a journal.
-    is_database: bool,
+    kind: Kind,
     /// How many failed syncs this handle was told of.
     told: AtomicU64,
+}
+
+/// What a file is to SQLite.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Database,
+    Log,
+    Other,
+}
+
+impl Kind {
+    /// By the flags it is opened with.
+    fn of(flags: c_int) -> Self {
+        if flags & ffi::SQLITE_OPEN_MAIN_DB != 0 {
+            Self::Database
+        } else if flags & ffi::SQLITE_OPEN_WAL != 0 {
+            Self::Log
+        } else {
+            Self::Other
+        }
+    }
 }
 
 const _: () = assert!(
@@ -263,7 +283,7 @@ unsafe extern "C" fn open(
                 owes_directory: AtomicBool::new(
                     flags & ffi::SQLITE_OPEN_CREATE != 0 && flags & JOURNALS != 0,
                 ),
-                is_database: flags & ffi::SQLITE_OPEN_MAIN_DB != 0,
+                kind: Kind::of(flags),
                 told: AtomicU64::new(node.map_or(0, |node| device.failed_syncs(node))),
             };
             // SAFETY: contract 2.
@@ -390,7 +410,7 @@ unsafe extern "C" fn write(
     // SAFETY: contract 4.
     let bytes = unsafe { std::slice::from_raw_parts(data.cast::<u8>(), unsigned(length)) };
     let offset = unsigned(offset);
-    if ours.is_database {
+    if ours.kind == Kind::Database {
         ours.device.note_writer();
     }
     change(ours, ffi::SQLITE_IOERR_WRITE, |node| Operation::Write { node, offset, bytes }, real)
@@ -411,6 +431,9 @@ unsafe extern "C" fn sync(file: *mut sqlite3_file, _flags: c_int) -> c_int {
     // The real file is not synced: that would cost most of a run's time and nothing depends on it.
     let told = ours.told.load(Ordering::Relaxed);
     let operation = |node| Operation::Sync { node, directory, told };
+    if ours.kind == Kind::Log {
+        ours.device.log_syncs.fetch_add(1, Ordering::Relaxed);
+    }
     let code = change(ours, ffi::SQLITE_IOERR_FSYNC, operation, || ffi::SQLITE_OK);
     if let Some(node) = ours.node.filter(|_| code != ffi::SQLITE_OK) {
         ours.told.store(ours.device.failed_syncs(node), Ordering::Relaxed);

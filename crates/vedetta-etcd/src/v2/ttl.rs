@@ -5,10 +5,14 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use vedetta_kv::LeaseId;
 
+/// The bit of an id that says that there is a moment in it. The store does not set it in ids that it chooses.
+const HAS_MOMENT: i64 = 1 << 62;
 /// Bits of an id that keep those of the same moment apart.
-const RANDOM_BITS: u32 = 21;
+const RANDOM_BITS: u32 = 20;
+/// The same in ids of older files. They are negative, which `etcdctl` takes for options.
+const OLD_RANDOM_BITS: u32 = 21;
 /// The last moment that has room in an id: in the year 2109.
-const LAST_MS: u64 = (1 << (63 - RANDOM_BITS)) - 1;
+const LAST_MS: u64 = (1 << (62 - RANDOM_BITS)) - 1;
 /// How far the lease may be from what its id says before the lease is believed: it does not count the time
 /// in which the store was stopped.
 const DRIFT_MS: u64 = 1_000;
@@ -36,17 +40,22 @@ pub(crate) fn lasting(seconds: u64) -> Option<Duration> {
     (end <= i64::MAX.cast_unsigned() / 1_000_000).then(|| Duration::from_secs(seconds))
 }
 
-/// An id for a lease that begins now. If it is taken, ask for another: there always is one. Those with the moment in them are
-/// negative; etcd's own are not, nor are those of leases that end when there is no room for the moment.
+/// An id for a lease that begins now. If it is taken, ask for another: there always is one. A lease that ends when there is no
+/// room for the moment has none in its id.
 pub(crate) fn lease_id(ttl: Duration) -> LeaseId {
     let end = now_ms().saturating_add(whole_ms(ttl));
     let bits = end << RANDOM_BITS | fastrand::u64(..1 << RANDOM_BITS);
-    let id = if end > LAST_MS { fastrand::i64(1..) } else { !bits.cast_signed() };
+    let id =
+        if end > LAST_MS { fastrand::i64(1..HAS_MOMENT) } else { HAS_MOMENT | bits.cast_signed() };
     LeaseId::new(id).expect("it is not zero")
 }
 
 fn end_in(id: LeaseId) -> Option<u64> {
-    (id.get() < 0).then(|| (!id.get()).cast_unsigned() >> RANDOM_BITS)
+    match id.get() {
+        old @ ..0 => Some((!old).cast_unsigned() >> OLD_RANDOM_BITS),
+        ours @ HAS_MOMENT.. => Some((ours - HAS_MOMENT).cast_unsigned() >> RANDOM_BITS),
+        _ => None,
+    }
 }
 
 /// When a key with this lease goes or, if the lease is gone, was to go. `remaining` is what is left of it.
@@ -102,6 +111,9 @@ mod tests {
         assert!(late.at_ms >= before + 200_000, "a store that was stopped in between");
         assert_eq!(late.ttl, 200);
         assert_eq!(expiry(id, Some(ttl / 3)).unwrap().ttl, 34);
+        assert!(id.get() > 0, "a client can say it: {}", id.get());
+        let old = LeaseId::new(!(gone.at_ms << OLD_RANDOM_BITS | 7).cast_signed()).unwrap();
+        assert_eq!(expiry(old, None).unwrap().at_ms, gone.at_ms, "one of an older file");
         assert_eq!(expiry(LeaseId::new(5).unwrap(), None), None, "not one of ours");
         assert!(expiry(LeaseId::new(5).unwrap(), Some(ttl)).is_some());
     }

@@ -51,7 +51,7 @@ impl Lease for Api {
         let start = (self.clone(), request.into_inner());
         let answers = stream::try_unfold(start, |(api, mut requests)| async move {
             let next = tokio::select! {
-                next = requests.message() => next?,
+                next = requests.message() => next.map_err(super::larger_than_max)?,
                 () = api.0.stop.cancelled() => return Err(status::stopped()),
             };
             let Some(proto::LeaseKeepAliveRequest { id }) = next else { return Ok(None) };

@@ -22,6 +22,11 @@ pub(crate) fn no_lease() -> Status {
     Status::not_found(LEASE_NOT_FOUND)
 }
 
+/// A client has to come back later.
+pub(crate) fn too_many() -> Status {
+    Status::resource_exhausted(TOO_MANY_REQUESTS)
+}
+
 /// What a call gets that the end of the server cut short.
 pub(crate) fn stopped() -> Status {
     Status::unavailable(STOPPED)

@@ -22,6 +22,7 @@ use bytes::Bytes;
 use futures_util::Stream;
 use futures_util::task::AtomicWaker;
 use parking_lot::Mutex;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, Interval, MissedTickBehavior, Sleep};
 use tokio_util::sync::WaitForCancellationFutureOwned;
 use tonic::{Request, Response, Status, Streaming};
@@ -33,12 +34,15 @@ use super::proto::watch_request::RequestUnion;
 use super::proto::watch_server::Watch;
 use super::proto::{WatchCreateRequest, WatchRequest};
 use super::wire::{Events, WatchResponse};
-use super::{Api, MESSAGE_BYTES, key_range, revision, status};
+use super::{Api, key_range, larger_than_max, revision, status};
+use crate::upload;
 
 /// The id of answers that are about no watch, or about one that was not made.
 const NO_WATCH: i64 = -1;
 /// A range ends behind the longest key that there can be.
 const LONGEST_KEY: usize = (64 << 10) + 1;
+/// What a request may be at most: it has a key and the end of a range in it, and little else.
+pub(crate) const MESSAGE_BYTES: usize = 2 * LONGEST_KEY + (4 << 10);
 /// Bytes of several revisions in one answer, about; clients commonly take 4 MiB.
 const GATHERED: usize = 1 << 20;
 /// Watches on one stream.
@@ -56,7 +60,19 @@ impl Watch for Api {
         &self,
         request: Request<Streaming<WatchRequest>>,
     ) -> Result<Response<Session>, Status> {
-        Ok(Response::new(Session::new(self.clone(), request.into_inner())))
+        let room = request.extensions().get::<KeyRoom>().cloned();
+        let room = room.unwrap_or_else(|| KeyRoom::new(self.0.watched));
+        Ok(Response::new(Session::new(self.clone(), request.into_inner(), room)))
+    }
+}
+
+/// Bytes that the keys of a connection's watches may still take.
+#[derive(Clone)]
+pub(crate) struct KeyRoom(Arc<Semaphore>);
+
+impl KeyRoom {
+    pub(crate) fn new(bytes: usize) -> Self {
+        Self(Arc::new(Semaphore::new(bytes)))
     }
 }
 
@@ -67,6 +83,7 @@ pub(crate) struct Session {
     requests: Option<Streaming<WatchRequest>>,
     /// By id. Dropping what is here ends the watch.
     watches: HashMap<i64, Watched>,
+    room: KeyRoom,
     /// Watches that may have something to tell, by id, in turn.
     turns: VecDeque<i64>,
     /// Those that woke up since.
@@ -99,6 +116,7 @@ struct Watched {
     previous: bool,
     fragment: bool,
     progress: Progress,
+    _keys: OwnedSemaphorePermit,
 }
 
 impl Watched {
@@ -155,12 +173,13 @@ impl Wake for Bell {
 }
 
 impl Session {
-    fn new(api: Api, requests: Streaming<WatchRequest>) -> Self {
+    fn new(api: Api, requests: Streaming<WatchRequest>, room: KeyRoom) -> Self {
         Self {
             stop: Box::pin(api.0.stop.clone().cancelled_owned()),
             api,
             requests: Some(requests),
             watches: HashMap::new(),
+            room,
             turns: VecDeque::new(),
             woken: Arc::default(),
             taken: 0,
@@ -199,7 +218,7 @@ impl Session {
     }
 
     fn create(&mut self, request: &WatchCreateRequest, now: Revision) {
-        let (id, range) = match self.claim(request) {
+        let (id, range, keys) = match self.claim(request) {
             Ok(claimed) => claimed,
             Err(why) => {
                 let answer = self.answer(now, NO_WATCH);
@@ -243,6 +262,7 @@ impl Session {
                     previous: request.prev_kv,
                     fragment: request.fragment,
                     progress,
+                    _keys: keys,
                 };
                 self.watches.insert(id, new);
                 self.turns.push_back(id);
@@ -251,33 +271,38 @@ impl Session {
         }
     }
 
-    /// The id a watch gets, and what it watches; or why there can be no such watch.
-    fn claim(&mut self, request: &WatchCreateRequest) -> Result<(i64, KeyRange), &'static str> {
-        let mut key = request.key.clone();
-        if key.is_empty() {
-            key = Bytes::from_static(&[0]);
-        }
+    /// The id a watch gets, what it watches, and the room that takes; or why there can be no such watch.
+    fn claim(
+        &mut self,
+        request: &WatchCreateRequest,
+    ) -> Result<(i64, KeyRange, OwnedSemaphorePermit), &'static str> {
+        let key = if request.key.is_empty() { &[0][..] } else { &request.key };
         if key.len().max(request.range_end.len()) > LONGEST_KEY {
             return Err("the key is longer than any that can be put");
         }
         if self.watches.len() >= WATCHES {
             return Err("too many watches on one stream");
         }
-        let range = key_range(key, request.range_end.clone());
+        // Copies, as what came would keep all of the request's bytes with it.
+        let (key, end) = (Bytes::copy_from_slice(key), Bytes::copy_from_slice(&request.range_end));
+        let size = key.len() + end.len();
+        let range = key_range(key, end);
         if range.is_empty() {
             return Err("mvcc: watcher range is empty");
         }
+        let keys = upload::claim(&self.room.0, size)
+            .ok_or("the keys watched on one connection are too long together")?;
         if request.watch_id != 0 {
             if self.watches.contains_key(&request.watch_id) {
                 return Err("mvcc: duplicate watch ID provided on the WatchStream");
             }
-            return Ok((request.watch_id, range));
+            return Ok((request.watch_id, range, keys));
         }
         while self.watches.contains_key(&self.next_id) {
             self.next_id += 1;
         }
         self.next_id += 1;
-        Ok((self.next_id - 1, range))
+        Ok((self.next_id - 1, range, keys))
     }
 
     /// One watch tells what it has, if it is still there.
@@ -296,7 +321,7 @@ impl Session {
         }
         let (last, may_cut) = (batch.last(), watched.fragment);
         let events = Events::all(batch, watched.previous);
-        let most = if may_cut { MESSAGE_BYTES } else { GATHERED };
+        let most = if may_cut { super::MESSAGE_BYTES } else { GATHERED };
         let mut rest = Some(events);
         while let Some(events) = rest.take() {
             let (piece, more) = events.split(most, may_cut);
@@ -379,7 +404,7 @@ impl Session {
         if let Some(requests) = &mut self.requests {
             match Pin::new(requests).poll_next(cx) {
                 Poll::Ready(Some(request)) => {
-                    self.handle(request?);
+                    self.handle(request.map_err(larger_than_max)?);
                     busy = true;
                 }
                 Poll::Ready(None) => self.requests = None,
@@ -458,7 +483,7 @@ mod tests {
         }
         let decoder = ProstCodec::<WatchResponse, WatchRequest>::default().decoder();
         let body = Full::new(framed.freeze());
-        Session::new(api, Streaming::new_request(decoder, body, None, None))
+        Session::new(api, Streaming::new_request(decoder, body, None, None), KeyRoom::new(1 << 20))
     }
 
     #[tokio::test]

@@ -8,11 +8,13 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use axum::http::Request;
+use bytes::Bytes;
 use futures_util::future::join_all;
 use serde_json::Value as Json;
 use tokio::net::TcpStream;
 
 use crate::cases::{Case, Mismatch, Servers};
+use crate::support::grpc::Client;
 use crate::support::http::{self, Connection};
 use crate::support::{Ours, soon};
 use crate::{v2, v3};
@@ -92,6 +94,18 @@ const V2: &[Difference] = &[
         ours: "405",
     },
     Difference { name: "users", lines: "GET /v2/auth/users", etcd: "200", ours: "404" },
+    Difference { name: "`/metrics`", lines: "GET /metrics", etcd: "200", ours: "404" },
+    // There it is silent for ever: it is waited for as long as for any answer.
+    Difference {
+        name: "a stream from the past",
+        lines: "PUT ~/a | value=one
+            PUT ~/a | value=two
+            w: GET ~/a?wait=true&stream=true&waitIndex={1}
+            w+
+            w+",
+        etcd: "no answer",
+        ours: "\"two\"",
+    },
     Difference {
         name: "the version",
         lines: "GET /version",
@@ -131,6 +145,30 @@ const V3: &[Difference] = &[
         lines: "POST /v3/lock/lock {\"name\":\"<~lock>\"}",
         etcd: "200",
         ours: "404",
+    },
+    Difference {
+        name: "cluster calls",
+        lines: "POST /v3/cluster/member/add {}",
+        etcd: "given member URLs are invalid",
+        ours: "404",
+    },
+    Difference {
+        name: "users and roles",
+        lines: "POST /v3/auth/user/list {}",
+        etcd: "200",
+        ours: "404",
+    },
+    // There it is not told: it is waited for as long as for any answer.
+    Difference {
+        name: "a delete at the compaction",
+        lines: "put ~a 1
+            del ~a
+            compact {2} physical
+            s> watch ~ ~\\xff start_revision={2}
+            s
+            s*1",
+        etcd: "no answer",
+        ours: "mod_revision: +2",
     },
     // It is the last: after it there is no etcd any more.
     Difference {
@@ -203,6 +241,7 @@ async fn the_differences_are_those_that_are_documented() {
     }
     let mut shown: Vec<Name> = Vec::new();
     let mut pair = v2::Pair::new(servers.addresses(), None);
+    what_comes_on_a_stream_from_the_past(&mut pair).await;
     for difference in V2 {
         let case = difference.case();
         difference.check(&case, pair.run(&case).await);
@@ -210,9 +249,11 @@ async fn the_differences_are_those_that_are_documented() {
     }
     shown.extend([
         the_length_of_history(&mut pair).await,
-        a_stream_from_the_past(&mut pair).await,
         the_deepest_path(&mut pair).await,
         the_longest_key_and_value(&mut pair).await,
+        keys_of_the_other_api(&servers).await,
+        health_over_grpc(&servers).await,
+        statistics(&servers).await,
         pages_of_other_sites(&servers).await,
         unsorted_listings(&servers).await,
         the_address_for_peers(&servers).await,
@@ -225,7 +266,6 @@ async fn the_differences_are_those_that_are_documented() {
     shown.push(hashes(&servers).await);
     shown.extend(sizes_and_defragmenting(&servers).await);
     let mut pair = v3::Pair::new(servers.addresses(), None).await;
-    shown.push(a_delete_at_the_compaction(&mut pair).await);
     for difference in V3 {
         let case = difference.case();
         difference.check(&case, pair.run(&case).await);
@@ -265,8 +305,8 @@ async fn the_length_of_history(pair: &mut v2::Pair) -> Name {
     difference.name
 }
 
-/// There, a stream that begins in the past ends after one event without a word: not waited for here.
-async fn a_stream_from_the_past(pair: &mut v2::Pair) -> Name {
+/// Beyond what the difference shows: also what happens later.
+async fn what_comes_on_a_stream_from_the_past(pair: &mut v2::Pair) {
     let lines = [
         "PUT ~/a | value=one",
         "PUT ~/a | value=two",
@@ -279,7 +319,6 @@ async fn a_stream_from_the_past(pair: &mut v2::Pair) -> Name {
     let told = pair.run_ours(&lines).await;
     assert!(told[3].contains("\"one\"") && told[4].contains("\"two\""), "{told:?}");
     assert!(told[6].contains("\"three\""), "{told:?}");
-    "a stream from the past"
 }
 
 async fn the_deepest_path(pair: &mut v2::Pair) -> Name {
@@ -304,13 +343,74 @@ async fn the_longest_key_and_value(pair: &mut v2::Pair) -> Name {
     difference.name
 }
 
-/// There, compacting at the revision of a delete forgets the delete: not waited for here.
-async fn a_delete_at_the_compaction(pair: &mut v3::Pair) -> Name {
-    let lines =
-        ["put ~a 1", "del ~a", "compact {2}", "s> watch ~ ~\\xff start_revision={2}", "s", "s*1"];
-    let told = pair.run_ours(&lines).await;
-    assert!(told[5].contains("type: 1") && told[5].contains("mod_revision: +2"), "{told:?}");
-    "a delete at the compaction"
+async fn keys_of_the_other_api(servers: &Servers) -> Name {
+    let [etcd, ours] = servers.addresses();
+    for (address, count) in [(etcd, Json::Null), (ours, "1".into())] {
+        ask(address, "PUT", "/v2/keys/other", "value=1").await;
+        // The v3 key `/other`.
+        let found = json(address, "POST", "/v3/kv/range", "{\"key\":\"L290aGVy\"}").await;
+        assert_eq!(found["count"], count, "{found}");
+    }
+    "keys of the other API"
+}
+
+async fn health_over_grpc(servers: &Servers) -> Name {
+    let check = async |address: SocketAddr| {
+        let mut client = Client::connect(address).await.unwrap();
+        soon("a check", client.plain("/grpc.health.v1.Health/Check", Bytes::new())).await
+    };
+    let [etcd, ours] = servers.addresses();
+    // The message says that it serves.
+    assert_eq!(check(etcd).await.unwrap(), &b"\x08\x01"[..]);
+    assert_eq!(check(ours).await.unwrap_err().code(), tonic::Code::Unimplemented);
+    "`grpc.health.v1.Health`"
+}
+
+/// One request of each kind that is done, and one that is refused.
+async fn statistics(servers: &Servers) -> Name {
+    const REQUESTS: &[(&str, &str, &str, bool)] = &[
+        ("PUT", "/counted", "value=1", true),
+        ("PUT", "/counted/below", "value=1", false),
+        ("GET", "/counted", "", true),
+        ("GET", "/uncounted", "", false),
+        ("PUT", "/counted?prevExist=true", "value=2", true),
+        ("PUT", "/uncounted?prevExist=true", "value=2", false),
+        ("PUT", "/counting?prevExist=false", "value=1", true),
+        ("PUT", "/counting?prevExist=false", "value=1", false),
+        ("POST", "/counts", "value=1", true),
+        ("POST", "/counted", "value=1", false),
+        ("PUT", "/counted?prevValue=2", "value=3", true),
+        ("PUT", "/counted?prevValue=2", "value=3", false),
+        ("DELETE", "/counted?prevValue=2", "", false),
+        ("DELETE", "/counted?prevValue=3", "", true),
+        ("DELETE", "/counting", "", true),
+        ("DELETE", "/counting", "", false),
+    ];
+    let counted = async |address: SocketAddr| {
+        let stats = async || json(address, "GET", "/v2/stats/store", "").await;
+        let before = stats().await;
+        for (method, key, form, done) in REQUESTS {
+            let answer = ask(address, method, &format!("/v2/keys{key}"), form).await;
+            assert_eq!(answer.status < 300, *done, "{method} {key}: {}", answer.text());
+        }
+        let after = stats().await;
+        let since = |name: &str| after[name].as_u64().unwrap() - before[name].as_u64().unwrap();
+        ["gets", "sets", "update", "create", "compareAndSwap", "compareAndDelete", "delete"]
+            .map(|verb| (since(&format!("{verb}Success")), since(&format!("{verb}Fail"))))
+    };
+    let [etcd, ours] = servers.addresses();
+    // A `POST` is a create, too.
+    let each = [(1, 1), (1, 1), (1, 1), (2, 2), (1, 1), (1, 1), (1, 1)];
+    assert_eq!(counted(ours).await, each);
+    let mut etcds = counted(etcd).await;
+    // It looks up for itself whether there are users, with every request.
+    assert!(etcds[0].1 > 1, "{etcds:?}");
+    etcds[0].1 = 1;
+    // Its `POST` that was refused is a set that was refused, too, and its compare-and-delete one that was done.
+    assert_eq!((etcds[1], etcds[5]), ((1, 2), (2, 0)));
+    (etcds[1], etcds[5]) = ((1, 1), (1, 1));
+    assert_eq!(etcds, each, "all else is counted as here");
+    "what is counted in the statistics"
 }
 
 async fn pages_of_other_sites(servers: &Servers) -> Name {

@@ -90,19 +90,6 @@ impl Pair {
         }
         difference.map_or(Ok(()), Err)
     }
-
-    /// Runs lines on the second server only, and answers what it said.
-    pub(crate) async fn run_ours(&mut self, lines: &[&str]) -> Vec<String> {
-        self.cases += 1;
-        let prefix = format!("/ours{}/", self.cases);
-        let ours = &mut self.sides[1];
-        ours.begin().await;
-        let mut told = Vec::new();
-        for line in lines {
-            told.push(ours.try_step(&prefix, line).await);
-        }
-        told
-    }
 }
 
 impl Side {

@@ -109,8 +109,11 @@ impl Client {
         Ok(Self { grpc })
     }
 
+    /// A call of etcd's; one of another package is given as it is, from its slash on.
     fn path(path: &str) -> PathAndQuery {
-        format!("/etcdserverpb.{path}").parse().expect("a path")
+        let whole =
+            if path.starts_with('/') { path.into() } else { format!("/etcdserverpb.{path}") };
+        whole.parse().expect("a path")
     }
 
     /// One request, one answer.

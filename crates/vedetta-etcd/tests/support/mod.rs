@@ -124,6 +124,14 @@ impl Drop for Etcd {
     }
 }
 
+/// Bytes in memory that are no file's.
+pub(crate) fn memory() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").expect("a process has a status");
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+    let kilobytes = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+    kilobytes.expect("the kernel tells it") << 10
+}
+
 fn free_port() -> StdListener {
     StdListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap()
 }
