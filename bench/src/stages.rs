@@ -5,7 +5,8 @@
 //! JavaScript needs twenty. On SQLite no other process is asked, so several times as many. A run that
 //! updates costs a second claim and settling, that of the system stage, and a save: a third of the rate.
 //! An update reaches its stage through the system stage: five round trips to PostgreSQL after the commit,
-//! three commits on SQLite. A backlog that is not due is not looked at; only the trees are deeper.
+//! three commits on SQLite. A backlog that is not due is not looked at; only the trees are deeper. One that is due
+//! stands behind, in the order of its times: nor is that.
 
 mod ours;
 
@@ -34,7 +35,8 @@ Milliseconds until the work starts, when nothing else is to do, p50 and p99; fro
   update   a change of an entity, through the system stage, to the only stage that wants it
   enqueue  a record put directly into the stage's queue; of graphile-worker: a job added
 
-Backlog: untouched runs per second, alone and beside a million records that are not due.
+Backlog: untouched runs per second, alone, beside a million records that are not due, and before a million that are
+due, too.
 
 Processes: runs of 5 ms each per second, 16 at once in a process, by 1, 2 and 4 processes that share 16 shards.
 
@@ -54,7 +56,7 @@ pub(crate) struct Args {
     /// Samples of a latency.
     #[arg(long, default_value_t = 500)]
     samples: u64,
-    /// Records that are not, for the backlog.
+    /// Records that are not, and again as many that are due behind the others, for the backlog.
     #[arg(long, default_value_t = 1_000_000)]
     waiting: u64,
     /// Fail when a target is missed, and say which.
@@ -68,7 +70,7 @@ enum Scenario {
     Runs,
     /// From a change to the start.
     Latency,
-    /// With a million records that are not due.
+    /// With a million records that are not due, or due later than the others.
     Backlog,
     /// Shared by several processes.
     Processes,
@@ -96,6 +98,23 @@ enum Side {
     Sqlite,
     Postgres,
     Graphile,
+}
+
+/// What is in the queue.
+#[derive(Debug, Clone, Copy)]
+struct Load {
+    /// Records that count, or samples.
+    count: u64,
+    /// Records that are not due.
+    waiting: u64,
+    /// Records that are due after those that count.
+    behind: u64,
+}
+
+impl Load {
+    fn of(count: u64) -> Self {
+        Self { count, waiting: 0, behind: 0 }
+    }
 }
 
 struct Bench {
@@ -140,7 +159,7 @@ impl Bench {
             ("SQLite, untouched", Side::Sqlite, What::Untouched, Some(RUNS_ON_SQLITE)),
             ("SQLite, updating", Side::Sqlite, What::Updating, None),
         ];
-        let each = rows.map(|(_, side, what, _)| (side, what, args.count, 0));
+        let each = rows.map(|(_, side, what, _)| (side, what, Load::of(args.count)));
         let rounds = self.by_turns(args.rounds, &each).await?;
         println!("{:<24} {:>10} {:>8}", format!("{} records", args.count), "runs/s", "ratio");
         for (row, (name, _, _, least)) in rows.iter().enumerate() {
@@ -157,11 +176,11 @@ impl Bench {
         let rows = [
             ("graphile-worker, add", Side::Graphile, What::Enqueue, false),
             ("PostgreSQL, update", Side::Postgres, What::Update, true),
-            ("PostgreSQL, enqueue", Side::Postgres, What::Enqueue, false),
+            ("PostgreSQL, enqueue", Side::Postgres, What::Enqueue, true),
             ("SQLite, update", Side::Sqlite, What::Update, true),
-            ("SQLite, enqueue", Side::Sqlite, What::Enqueue, false),
+            ("SQLite, enqueue", Side::Sqlite, What::Enqueue, true),
         ];
-        let each = rows.map(|(_, side, what, _)| (side, what, args.samples, 0));
+        let each = rows.map(|(_, side, what, _)| (side, what, Load::of(args.samples)));
         let rounds = self.by_turns(args.rounds, &each).await?;
         println!("{:<24} {:^25}   {:^25}", "ms to the start", "from the call", "from its return");
         println!(
@@ -188,21 +207,26 @@ impl Bench {
     }
 
     async fn backlog(&self, args: &Args) -> anyhow::Result<()> {
-        let each = [
-            (Side::Postgres, What::Untouched, args.count, 0),
-            (Side::Postgres, What::Untouched, args.count, args.waiting),
-            (Side::Sqlite, What::Untouched, args.count, 0),
-            (Side::Sqlite, What::Untouched, args.count, args.waiting),
+        let alone = Load::of(args.count);
+        let loads = [
+            alone,
+            Load { waiting: args.waiting, ..alone },
+            Load { behind: args.waiting, ..alone },
         ];
-        let rounds = self.by_turns(args.rounds, &each).await?;
+        let sides = [("PostgreSQL", Side::Postgres), ("SQLite", Side::Sqlite)];
+        let each = sides.map(|(_, side)| loads.map(|load| (side, What::Untouched, load)));
+        let rounds = self.by_turns(args.rounds, each.as_flattened()).await?;
         println!(
-            "{:<24} {:>10} {:>14} {:>8}",
-            "untouched runs/s", "alone", "with backlog", "ratio"
+            "{:<24} {:>10} {:>10} {:>8} {:>10} {:>8}",
+            "untouched runs/s", "alone", "not due", "ratio", "due", "ratio"
         );
-        for (row, name) in [(0, "PostgreSQL"), (2, "SQLite")] {
-            let [alone, beside] = [row, row + 1].map(|row| of(&rounds, row, 0));
-            let ratio = ratio(&rounds, (row + 1, 0), (row, 0));
-            println!("{name:<24} {alone:>10.0} {beside:>14.0} {ratio:>8.2}");
+        for (side, (name, _)) in sides.iter().enumerate() {
+            let row = side * loads.len();
+            let [alone, waiting, behind] = [0, 1, 2].map(|load| of(&rounds, row + load, 0));
+            let [beside, before] = [1, 2].map(|load| ratio(&rounds, (row + load, 0), (row, 0)));
+            println!(
+                "{name:<24} {alone:>10.0} {waiting:>10.0} {beside:>8.2} {behind:>10.0} {before:>8.2}"
+            );
         }
         Ok(())
     }
@@ -267,33 +291,25 @@ impl Bench {
     }
 
     /// The figures of each round, of each measurement.
-    async fn by_turns(
-        &self,
-        rounds: usize,
-        each: &[(Side, What, u64, u64)],
-    ) -> anyhow::Result<Rounds> {
+    async fn by_turns(&self, rounds: usize, each: &[(Side, What, Load)]) -> anyhow::Result<Rounds> {
         let mut all = Vec::with_capacity(rounds);
         for _ in 0..rounds {
             let mut round = Vec::with_capacity(each.len());
-            for (side, what, count, waiting) in each {
-                round.push(self.measure(*side, *what, *count, *waiting).await?);
+            for (side, what, load) in each {
+                round.push(self.measure(*side, *what, *load).await?);
             }
             all.push(round);
         }
         Ok(all)
     }
 
-    async fn measure(
-        &self,
-        side: Side,
-        what: What,
-        count: u64,
-        waiting: u64,
-    ) -> anyhow::Result<Vec<f64>> {
+    async fn measure(&self, side: Side, what: What, load: Load) -> anyhow::Result<Vec<f64>> {
+        let Load { count, waiting, behind } = load;
         let mut ours = Command::new(std::env::current_exe()?);
         let name = what.to_possible_value().expect("none is skipped");
         ours.args(["stages-ours", name.get_name(), "--parallel", &PARALLEL.to_string()]);
         ours.args(["--count", &count.to_string(), "--waiting", &waiting.to_string()]);
+        ours.args(["--behind", &behind.to_string()]);
         if side == Side::Sqlite {
             let folder = setup::folder()?;
             return figures(ours.arg("--folder").arg(folder.path()));

@@ -34,7 +34,7 @@ pub use processor::{
     Answer, Backend, Ending, Going, Processing, Processor, Saved, StageEvent, StageStatus,
 };
 pub use record::{
-    Claim, Claimed, Fate, Lane, LaneCounts, Page, Record, Records, Refused, SYSTEM, StageError,
-    Tally, Which,
+    Claim, Claimed, Fate, Lane, LaneCounts, Page, Record, Records, SYSTEM, StageError, Tally,
+    Unsettled, Which,
 };
 pub use shards::{Shards, Share};

@@ -1,12 +1,13 @@
 //! Stages on PostgreSQL: several processes share the queues of one database.
 //!
-//! Time is the database's alone, and within a transaction it stands still: no two processes compare their
-//! clocks. Who enqueues says so with `NOTIFY`, so that others look at once.
+//! Time is the database's alone: no two processes compare their clocks. Within a transaction it stands still, but
+//! for the question whether a lease still holds. Who enqueues says so with `NOTIFY`, so that others look at once.
 //!
 //! What a transaction of ours locks, it locks in this order: records of stages, entities, records of the system
 //! stage; and of each the smaller ids first. One that meets another order, as a user's may, is done again
 //! if PostgreSQL finds the two waiting for each other. Nobody waits long for an entity that somebody keeps
-//! locked: its record is given back, and the others are saved.
+//! locked: its record is given back, and the others are saved. And nobody waits long for one of us who stalls
+//! within a transaction: the server ends it, and it saves nothing.
 //!
 //! A claim does not wait for the disk: a claim lost with the server is as if it had not been made.
 
@@ -30,7 +31,7 @@ use crate::entity::{Entity, Version};
 use crate::processor::{Answer, Backend, Ending, Going, Saved, caught};
 use crate::record::Records as _;
 use crate::record::{
-    Claim, Claimed, Fate, Lane, LaneCounts, Page, Record, Refused, StageError, Tally, Which,
+    Claim, Claimed, Fate, Lane, LaneCounts, Page, Record, StageError, Tally, Unsettled, Which,
     shortened,
 };
 
@@ -136,7 +137,7 @@ const SORT: &str = concat!(
               AND (SELECT count(pg_notify('vedetta_stage', news)) FROM unnest($9::text[]) AS n (news)) >= 0
               AND (SELECT set_config('synchronous_commit', 'off', true)) IS NOT NULL
               AND lane = $1 AND id = ANY ($7) AND (token IN (SELECT unnest($8::bigint[]))) IS TRUE
-              AND held_until > now() AND version = seen
+              AND held_until > clock_timestamp() AND version = seen
         RETURNING token)
     SELECT token FROM removed UNION ALL
     SELECT token FROM sorted WHERE token <> 0 AND token = ANY ($10)"
@@ -180,18 +181,26 @@ const KEEP: &str = "
           AND held_until > now()
     RETURNING token";
 
-/// From here on the transaction waits for nobody longer than that.
+/// From here on the transaction waits for nobody longer than that; nor does the server for us: five seconds, or a
+/// shorter lease. Zero would be for ever.
 const HOLD: &str = "
     SELECT token FROM vedetta_stage_record
     WHERE lane = $1 AND id = ANY ($2) AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE
-          AND held_until > now()
+          AND held_until > clock_timestamp()
           AND (SELECT set_config('lock_timeout', '2s', true)) IS NOT NULL
+          AND (SELECT set_config('idle_in_transaction_session_timeout', greatest(1, least(5000,
+                      ceil(1000 * extract(epoch FROM max(held_until) - now()))))::bigint::text, true)
+               FROM vedetta_stage_record WHERE lane = $1 AND id = ANY ($2)
+                    AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE) IS NOT NULL
     ORDER BY id FOR UPDATE";
+
+/// The same of who changes entities without holding their records.
+const BE_QUICK: &str = "SELECT set_config('idle_in_transaction_session_timeout', '5s', true)";
 
 const REMOVE: &str = "
     DELETE FROM vedetta_stage_record
     WHERE lane = $1 AND id = ANY ($2) AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE
-          AND held_until > now()
+          AND held_until > clock_timestamp()
           AND version = seen
     RETURNING token";
 
@@ -200,7 +209,7 @@ const REMAIN: &str = "
     UPDATE vedetta_stage_record SET
         held_until = NULL, due_at = visit_at, failures = 0, error = NULL, not_before = '-infinity'
     WHERE lane = $1 AND id = ANY ($2) AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE
-          AND held_until > now()
+          AND held_until > clock_timestamp()
     RETURNING token, extract(epoch FROM due_at - clock_timestamp())::float8";
 
 const MOVE: &str = "
@@ -223,7 +232,7 @@ const MOVE: &str = "
                           ELSE r.not_before END
     FROM unnest($2::text[], $3::bigint[], $4::text[], $5::bigint[], $6::bigint[], $7::text[],
                 $8::boolean[]) AS u (id, token, kind, after, not_before, error, park)
-    WHERE r.lane = $1 AND r.id = u.id AND r.token = u.token AND r.held_until > now()
+    WHERE r.lane = $1 AND r.id = u.id AND r.token = u.token AND r.held_until > clock_timestamp()
     RETURNING r.token, extract(epoch FROM r.due_at - clock_timestamp())::float8";
 
 /// The queues in one database.
@@ -830,7 +839,9 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
         tx: Transaction<'_>,
         changed: &[(E, Version)],
     ) -> Result<Vec<bool>, StageError> {
-        let saved = self.table.save_all(&tx, changed).await?;
+        let be_quick = async { tx.execute(&tx.prepare_cached(BE_QUICK).await?, &[]).await };
+        // Sent before, and answered with, the first statement of the table.
+        let (_, saved) = tokio::try_join!(be_quick, self.table.save_all(&tx, changed))?;
         let told = changed.iter().zip(&saved).filter(|(_, saved)| **saved);
         let told: Vec<String> = told.map(|((entity, _), _)| entity.id().to_string()).collect();
         if !told.is_empty() {
@@ -919,6 +930,34 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
         lane: Lane,
         endings: &[&Ending<E>],
     ) -> Result<Vec<Saved>, StageError> {
+        loop {
+            if let Some(saved) = self.settle_in_time(lane, endings).await? {
+                return Ok(saved);
+            }
+        }
+    }
+
+    /// The same for one that may have been what the others could not be saved for.
+    async fn settle_one(&self, lane: Lane, ending: &Ending<E>) -> Result<Saved, Unsettled> {
+        let lost = |error: StageError| Unsettled::Lost(explain(&error));
+        match caught(self.settle_saving(lane, &[ending])).await {
+            Ok(saved) => Ok(saved[0]),
+            Err(error) if error.is_transient() => Err(lost(error)),
+            Err(error) if is_locked(&error) => {
+                let given_back = [(ending.claim.clone(), Fate::Released)];
+                self.records.settle(lane, &given_back).await.map_err(lost)?;
+                Ok(Saved::Conflict)
+            }
+            Err(error) => Err(Unsettled::Refused(explain(&error))),
+        }
+    }
+
+    /// Nothing, and nothing is done, if a lease was over before all was saved: then that one is not held any more.
+    async fn settle_in_time(
+        &self,
+        lane: Lane,
+        endings: &[&Ending<E>],
+    ) -> Result<Option<Vec<Saved>>, StageError> {
         let records = &self.records;
         let mut client = records.db.client().await?;
         let tx = client.transaction().await?;
@@ -953,19 +992,25 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
             }
             settling.push(index);
         }
-        let settled = settle(&tx, lane, &ends).await?;
-        for (index, settled) in settling.into_iter().zip(settled) {
-            if answers[index] != Saved::Conflict {
-                answers[index] = Saved::Settled(settled);
-            }
-        }
         if !visits.is_empty() {
             let news = records.bells.news(self.system);
             self.visit_system(&tx, &visits, &news).await?;
         }
+        // At last, as this looks whether we are in time.
+        let settled = settle(&tx, lane, &ends).await?;
+        for (index, settled) in settling.into_iter().zip(settled) {
+            if answers[index] == Saved::Conflict {
+                continue;
+            }
+            if settled == Settled::Stale {
+                tx.rollback().await?;
+                return Ok(None);
+            }
+            answers[index] = Saved::Settled(settled);
+        }
         tx.commit().await?;
         records.bells.ring(self.system);
-        Ok(answers)
+        Ok(Some(answers))
     }
 }
 
@@ -995,7 +1040,7 @@ impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, Records, T> {
     async fn settle(&self, lane: Lane, endings: Vec<Ending<E>>) -> Result<Answer, StageError> {
         let (saving, plain): (Vec<usize>, Vec<usize>) =
             (0..endings.len()).partition(|index| endings[*index].saves.is_some());
-        let mut answers: Vec<Option<Result<Saved, Refused>>> = vec![None; endings.len()];
+        let mut answers: Vec<Option<Result<Saved, Unsettled>>> = vec![None; endings.len()];
         let mut held = HashSet::new();
         if !plain.is_empty() {
             let some: Vec<_> = plain.iter().map(|index| &endings[*index]).collect();
@@ -1013,21 +1058,18 @@ impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, Records, T> {
                         answers[index] = Some(Ok(saved));
                     }
                 }
-                Err(error) if error.is_transient() => return Err(error),
                 // One that cannot be saved must not hold up the others.
-                Err(_) => {
+                Err(error) => {
+                    let mut lost = error.is_transient().then(|| explain(&error));
                     for index in saving {
-                        let saved = caught(self.settle_saving(lane, &[&endings[index]])).await;
-                        answers[index] = Some(match saved {
-                            Ok(saved) => Ok(saved[0]),
-                            Err(error) if error.is_transient() => return Err(error),
-                            Err(error) if is_locked(&error) => {
-                                let given_back = [(endings[index].claim.clone(), Fate::Released)];
-                                self.records.settle(lane, &given_back).await?;
-                                Ok(Saved::Conflict)
-                            }
-                            Err(error) => Err(Refused(explain(&error))),
-                        });
+                        let answer = match &lost {
+                            Some(why) => Err(Unsettled::Lost(why.clone())),
+                            None => self.settle_one(lane, &endings[index]).await,
+                        };
+                        if let Err(Unsettled::Lost(why)) = &answer {
+                            lost = Some(why.clone());
+                        }
+                        answers[index] = Some(answer);
                     }
                 }
             }

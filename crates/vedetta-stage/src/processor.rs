@@ -23,7 +23,7 @@ use vedetta_runtime::{Ear, PullStatus, Puller, Pulling};
 use crate::alarm::Alarm;
 use crate::desk::{Desk, Handing};
 use crate::entity::{BoxError, Entity, Limits, Stage, Version, Visit};
-use crate::record::{Claim, Fate, Lane, Records, Refused, SYSTEM, StageError, Tally};
+use crate::record::{Claim, Fate, Lane, Records, SYSTEM, StageError, Tally, Unsettled};
 use crate::shards::Share;
 
 /// Entities the system stage asks about at once.
@@ -105,7 +105,7 @@ pub struct Going {
 #[derive(Debug)]
 pub struct Answer {
     /// What it says of each is in their order.
-    pub saved: Vec<Result<Saved, Refused>>,
+    pub saved: Vec<Result<Saved, Unsettled>>,
     /// The tokens of those that are [held](Going::hold).
     pub held: HashSet<i64>,
 }
@@ -231,6 +231,7 @@ impl<E: Entity, B: Backend<E>> Processor<E, B> {
                 changed: Mutex::new(owned.clone()),
                 ear: Ear::default(),
                 counters: Arc::clone(&counters),
+                settled: parking_lot::Mutex::default(),
                 is_rung: AtomicBool::new(true),
                 rest_until: parking_lot::Mutex::default(),
                 alarm: desk.as_ref().map_or_else(Arc::default, |desk| desk.alarm()),
@@ -277,14 +278,15 @@ struct Counters {
 }
 
 impl Counters {
-    fn count(&self, end: &End<impl Sized>, saved: &Result<Saved, Refused>) {
+    fn count(&self, end: &End<impl Sized>, saved: &Result<Saved, Unsettled>) {
         let counter = match (saved, end) {
-            (Ok(Saved::Settled(Settled::Stale)), _) | (Ok(_), End::Released) => return,
+            (Ok(Saved::Settled(Settled::Stale)) | Err(Unsettled::Lost(_)), _)
+            | (Ok(_), End::Released) => return,
             (Ok(Saved::Conflict), _) => {
                 self.all_conflicts.fetch_add(1, Ordering::Relaxed);
                 &self.conflicts
             }
-            (Err(_), _) | (_, End::Failed(_)) => &self.failed,
+            (Err(Unsettled::Refused(_)), _) | (_, End::Failed(_)) => &self.failed,
             (_, End::Done(_)) => &self.done,
         };
         counter.fetch_add(1, Ordering::Relaxed);
@@ -527,6 +529,9 @@ struct StageQueue<E, B> {
     /// What was heard of the queue.
     ear: Ear,
     counters: Arc<Counters>,
+    /// What became of those of a batch that were settled before the database was lost, by their tokens: with the
+    /// others they are told again.
+    settled: parking_lot::Mutex<HashMap<i64, Settled>>,
     /// Something may be due that the last claim did not find.
     is_rung: AtomicBool,
     /// That claim found nothing more that is due before.
@@ -589,7 +594,7 @@ impl<E: Entity, B: Backend<E>> StageQueue<E, B> {
     }
 
     /// What was settled may be due again before.
-    fn comes_back(&self, saved: &[Result<Saved, Refused>]) {
+    fn comes_back(&self, saved: &[Result<Saved, Unsettled>]) {
         let again = saved.iter().filter_map(|saved| match saved {
             Ok(Saved::Settled(Settled::Again(after))) => Some(*after),
             Ok(Saved::Conflict) => Some(Duration::ZERO),
@@ -629,7 +634,7 @@ impl<E: Entity, B: Backend<E>> StageQueue<E, B> {
     /// one that was wanted, and would run a second time on what it has already seen.
     async fn hand_over(
         &self,
-        ended: &[(Claim, End<Outcome<E>>)],
+        ended: &[&(Claim, End<Outcome<E>>)],
         going: Vec<Vec<Going>>,
         answer: &Answer,
         since: Instant,
@@ -657,6 +662,47 @@ impl<E: Entity, B: Backend<E>> StageQueue<E, B> {
                 }
             }
         }
+    }
+
+    /// Settles what it can, and notes what became of it.
+    async fn settle_left(
+        &self,
+        ended: &[&(Claim, End<Outcome<E>>)],
+        settled: &mut HashMap<i64, Settled>,
+    ) -> Result<(), QueueError> {
+        let endings: Vec<_> = ended.iter().map(|(claim, end)| self.ending(claim, end)).collect();
+        let going: Vec<_> = endings.iter().map(|ending| ending.visits.clone()).collect();
+        let since = Instant::now();
+        let answer = self.backend.settle(self.lane, endings).await;
+        let answer = answer.map_err(|error| failed("settling records", error))?;
+        self.comes_back(&answer.saved);
+        if !answer.held.is_empty() {
+            self.hand_over(ended, going, &answer, since).await;
+        }
+        let (mut refused, mut lost) = (Vec::new(), None);
+        for ((claim, end), saved) in ended.iter().zip(answer.saved) {
+            self.counters.count(end, &saved);
+            let end = match saved {
+                Ok(Saved::Settled(settled)) => settled,
+                Ok(Saved::Conflict) => Settled::Again(Duration::ZERO),
+                Err(Unsettled::Refused(why)) => {
+                    let why = format!("it could not be saved: {why}");
+                    refused.push((claim.clone(), self.failed(claim, why)));
+                    continue;
+                }
+                Err(Unsettled::Lost(why)) => {
+                    lost = Some(why);
+                    continue;
+                }
+            };
+            settled.insert(claim.token, end);
+        }
+        if !refused.is_empty() {
+            let answers = self.backend.records().settle(self.lane, &refused).await;
+            let answers = answers.map_err(|error| failed("settling records", error))?;
+            settled.extend(refused.iter().map(|(claim, _)| claim.token).zip(answers));
+        }
+        lost.map_or(Ok(()), |why| Err(QueueError::new("settling records", Some(why.into()))))
     }
 
     fn failed(&self, claim: &Claim, error: String) -> Fate {
@@ -757,37 +803,14 @@ impl<E: Entity, B: Backend<E>> Queue for StageQueue<E, B> {
     }
 
     async fn settle(&self, ended: &[(Claim, End<Outcome<E>>)]) -> Result<Vec<Settled>, QueueError> {
-        let endings: Vec<_> = ended.iter().map(|(claim, end)| self.ending(claim, end)).collect();
-        let going: Vec<_> = endings.iter().map(|ending| ending.visits.clone()).collect();
-        let since = Instant::now();
-        let answer = self.backend.settle(self.lane, endings).await;
-        let answer = answer.map_err(|error| failed("settling records", error))?;
-        self.comes_back(&answer.saved);
-        if !answer.held.is_empty() {
-            self.hand_over(ended, going, &answer, since).await;
+        let mut settled = std::mem::take(&mut *self.settled.lock());
+        let left = ended.iter().filter(|(claim, _)| !settled.contains_key(&claim.token));
+        let left: Vec<_> = left.collect();
+        if let Err(error) = self.settle_left(&left, &mut settled).await {
+            *self.settled.lock() = settled;
+            return Err(error);
         }
-        let answers = answer.saved;
-        let mut settled = Vec::with_capacity(answers.len());
-        let mut refused = Vec::new();
-        for ((claim, end), answer) in ended.iter().zip(answers) {
-            self.counters.count(end, &answer);
-            settled.push(match answer {
-                Ok(Saved::Settled(settled)) => settled,
-                Ok(Saved::Conflict) => Settled::Again(Duration::ZERO),
-                Err(Refused(why)) => {
-                    let why = format!("it could not be saved: {why}");
-                    refused.push((settled.len(), (claim.clone(), self.failed(claim, why))));
-                    Settled::Stale
-                }
-            });
-        }
-        if !refused.is_empty() {
-            let (indexes, ends): (Vec<usize>, Vec<_>) = refused.into_iter().unzip();
-            let answers = self.backend.records().settle(self.lane, &ends).await;
-            let answers = answers.map_err(|error| failed("settling records", error))?;
-            indexes.into_iter().zip(answers).for_each(|(index, answer)| settled[index] = answer);
-        }
-        Ok(settled)
+        Ok(ended.iter().map(|(claim, _)| settled[&claim.token]).collect())
     }
 
     async fn woken(&self) -> Woken {

@@ -88,9 +88,14 @@ impl StageError {
     }
 }
 
-/// Why one entity could not be saved; the others were.
+/// Why one record is not settled, though others of its batch may be.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Refused(pub String);
+pub enum Unsettled {
+    /// Its entity cannot be saved: that is a failure of its stage.
+    Refused(String),
+    /// The database could not be used just then: try again.
+    Lost(String),
+}
 
 /// A record, for people.
 #[derive(Debug, Clone, PartialEq, Eq)]

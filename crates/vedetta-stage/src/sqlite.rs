@@ -21,7 +21,7 @@ use crate::entities::{Checked, Entities, distinct, next_versions, not_saved};
 use crate::entity::{Entity, Version};
 use crate::processor::{Answer, Backend, Ending, Saved};
 use crate::record::{
-    Claim, Claimed, Fate, Lane, LaneCounts, Page, Record, Refused, StageError, Tally, Which,
+    Claim, Claimed, Fate, Lane, LaneCounts, Page, Record, StageError, Tally, Unsettled, Which,
     shortened,
 };
 
@@ -701,7 +701,7 @@ impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, Records, T> {
     }
 
     async fn settle(&self, lane: Lane, endings: Vec<Ending<E>>) -> Result<Answer, StageError> {
-        let mut answers: Vec<Option<Result<Saved, Refused>>> = vec![None; endings.len()];
+        let mut answers: Vec<Option<Result<Saved, Unsettled>>> = vec![None; endings.len()];
         let (mut plain, mut writes) = (Vec::new(), Vec::new());
         for (index, ending) in endings.into_iter().enumerate() {
             if ending.saves.is_none() {
@@ -716,13 +716,13 @@ impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, Records, T> {
             });
             writes.push(async move { (index, written.await) });
         }
+        let indexes: Vec<usize> = plain.iter().map(|(index, _)| *index).collect();
         let plain = async {
             if plain.is_empty() {
                 return Ok(Vec::new());
             }
             let sorts = plain.iter().any(|(_, ending)| !ending.visits.is_empty());
-            let (this, indexes) = (self.clone(), plain.iter().map(|(index, _)| *index));
-            let indexes: Vec<usize> = indexes.collect();
+            let this = self.clone();
             let settle = move |tx: &Connection, desk: &Desk| {
                 let settled = plain.iter().map(|(_, ending)| {
                     if !ending.visits.is_empty() && desk.is_held(tx, lane, &ending.claim)? {
@@ -734,26 +734,29 @@ impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, Records, T> {
             };
             let purpose = if sorts { Purpose::Store } else { Purpose::Reclaim };
             // If it is lost, what was to be sorted is still there.
-            let settled = if lane == self.system {
-                self.records.write_lazily(purpose, settle).await?
+            if lane == self.system {
+                self.records.write_lazily(purpose, settle).await
             } else {
-                self.records.write(purpose, settle).await?
-            };
-            Ok(indexes.into_iter().zip(settled).collect())
+                self.records.write(purpose, settle).await
+            }
         };
-        let (plain, saved): (Result<Vec<_>, StageError>, _) =
-            futures_util::join!(plain, futures_util::future::join_all(writes));
-        for (index, settled) in plain? {
-            answers[index] = Some(Ok(Saved::Settled(settled)));
+        let (settled, saved) = futures_util::join!(plain, futures_util::future::join_all(writes));
+        let lost = |error: StageError| Unsettled::Lost(explain(&error));
+        let settled = match settled {
+            Ok(settled) => settled.into_iter().map(|one| Ok(Saved::Settled(one))).collect(),
+            Err(error) => vec![Err(lost(error)); indexes.len()],
+        };
+        for (index, settled) in indexes.into_iter().zip(settled) {
+            answers[index] = Some(settled);
         }
         for (index, written) in saved {
             answers[index] = Some(match written {
                 Ok(saved) => Ok(saved),
-                Err(WriteError::Refused(error)) => Err(Refused(explain(&error))),
+                Err(WriteError::Refused(error)) => Err(Unsettled::Refused(explain(&error))),
                 Err(WriteError::Lost(CommitError::Panicked)) => {
-                    Err(Refused("it panicked while it was saved".into()))
+                    Err(Unsettled::Refused("it panicked while it was saved".into()))
                 }
-                Err(WriteError::Lost(lost)) => return Err(lost.into()),
+                Err(WriteError::Lost(error)) => Err(lost(error.into())),
                 Err(_) => unreachable!("a write is refused or lost"),
             });
         }

@@ -3,13 +3,15 @@
 #[macro_use]
 mod suite;
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use suite::{Ask, HOUR, ORDERS, Order, OrderId, Step, World, eventually, held, status};
 use testing::postgres::Server;
-use tokio::sync::Mutex;
+use tokio::sync::{Mutex, Semaphore};
+use tokio::time::Instant;
 use vedetta_core::queue::Settled;
 use vedetta_db::Schema;
 use vedetta_db::postgres::tokio_postgres::{Error, Row};
@@ -17,7 +19,7 @@ use vedetta_db::postgres::{GenericClient, Postgres, Transaction};
 use vedetta_stage::postgres::{Records, SCHEMA, Table};
 use vedetta_stage::{
     Backend as _, BoxError, Checked, Claim, Ending, Entities, Fate, Going, Lane, LaneCounts,
-    Records as _, SYSTEM, Saved, Version,
+    Records as _, SYSTEM, Saved, Unsettled, Version, Visit,
 };
 
 suite!(crate::Pg);
@@ -295,6 +297,46 @@ async fn a_stage_with_room_is_handed_what_it_wants_as_the_system_stage_read_it()
 }
 
 #[tokio::test]
+async fn what_a_stage_is_handed_begins_after_its_delay_and_not_before() {
+    let world = Pg::new().await;
+    let reads = Arc::new(AtomicUsize::new(0));
+    let table = Counted(Arc::clone(&reads));
+    let orders = Entities::new(world.records().clone(), ORDERS, table).await.unwrap();
+    let asked = Arc::new(parking_lot::Mutex::new(None));
+    let note = Arc::clone(&asked);
+    let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
+    let step = Step::new("packing").wants(move |_| {
+        *note.lock() = Some(Instant::now());
+        true
+    });
+    let step = step.does(move |_| {
+        let _ = tell.send(Instant::now());
+        async { Ok(Visit::untouched()) }
+    });
+    // As it is wanted by one stage only, up to a tenth of that: 10 ms.
+    let processor = suite::quick(orders).spread(Duration::from_millis(100));
+    let processing = processor.stage(step).start().await.unwrap();
+    let mut waits = Vec::new();
+    for id in 1.. {
+        let before = reads.load(Ordering::Relaxed);
+        world.order(id).await;
+        let began = testing::soon("it runs", told.recv()).await.unwrap();
+        // One that was claimed is read again.
+        if reads.load(Ordering::Relaxed) - before == 1 {
+            waits.push(began - asked.lock().take().expect("it was asked"));
+        }
+        world.rests().await;
+        if waits.len() == 40 {
+            break;
+        }
+    }
+    // Half of them, if chance is even; none but by accident, if nobody waited.
+    let long = waits.iter().filter(|wait| **wait >= Duration::from_millis(5)).count();
+    assert!(long >= 5, "{waits:?}");
+    processing.stop(HOUR).await;
+}
+
+#[tokio::test]
 async fn of_several_stages_that_want_an_order_after_delays_each_reads_it_for_itself() {
     let world = Pg::new().await;
     let reads = Arc::new(AtomicUsize::new(0));
@@ -423,6 +465,59 @@ async fn raced<T>(
 const AT_ONCE: Settled = Settled::Again(Duration::ZERO);
 
 #[tokio::test]
+async fn a_save_waits_for_who_writes_to_the_record_and_is_saved_and_due_at_once_if_they_did() {
+    for (is_committed, expected) in [(true, AT_ONCE), (false, Settled::Gone)] {
+        let world = Pg::new().await;
+        let neighbour = world.neighbour().await;
+        world.order(1).await;
+        let records = world.records();
+        let lane = records.lane(ORDERS, "packing").await.unwrap();
+        records.enqueue(lane, &[("order-1", 0, Duration::ZERO)]).await.unwrap();
+        let claim = records.claim(lane, &[0], 1, HOUR).await.unwrap().claims.remove(0);
+
+        let mut client = neighbour.db().client().await.unwrap();
+        let theirs = client.transaction().await.unwrap();
+        // As the system stage of another process does it.
+        let enqueue = "UPDATE vedetta_stage_record SET version = version + 1, visit_at = now()
+                       WHERE lane = (SELECT lane FROM vedetta_stage_lane WHERE stage = 'packing')";
+        assert_eq!(theirs.execute(enqueue, &[]).await.unwrap(), 1);
+        let saves = Some((Order::new(1).is("packed"), Version(1)));
+        let ending = Ending { claim, fate: Fate::Gone, saves, visits: Vec::new() };
+        let (answer, ()) = tokio::join!(world.orders.settle(lane, vec![ending]), async {
+            somebody_waits(&neighbour).await;
+            if is_committed {
+                theirs.commit().await.unwrap();
+            } else {
+                theirs.rollback().await.unwrap();
+            }
+        });
+        assert_eq!(answer.unwrap().saved, [Ok(Saved::Settled(expected))]);
+        assert_eq!(world.get(1).await.state, "packed");
+        let left = world.counts("packing").await;
+        assert_eq!((left.records, left.due), if is_committed { (1, 1) } else { (0, 0) });
+    }
+}
+
+#[tokio::test]
+async fn an_order_is_saved_its_record_settled_and_the_system_stage_told_in_one_transaction() {
+    let world = Pg::new().await;
+    world.order(1).await;
+    let records = world.records();
+    let lane = records.lane(ORDERS, "packing").await.unwrap();
+    records.enqueue(lane, &[("order-1", 0, Duration::ZERO)]).await.unwrap();
+    let claim = records.claim(lane, &[0], 1, HOUR).await.unwrap().claims.remove(0);
+    let saves = Some((Order::new(1).is("packed"), Version(1)));
+    let ending = Ending { claim, fate: Fate::Visit(HOUR), saves, visits: Vec::new() };
+    world.orders.settle(lane, vec![ending]).await.unwrap();
+    let sql = "SELECT xmin::text FROM orders UNION ALL
+               SELECT xmin::text FROM vedetta_stage_record WHERE id = 'order-1'";
+    let rows = world.db().client().await.unwrap().query(sql, &[]).await.unwrap();
+    let writers: Vec<&str> = rows.iter().map(|row| row.get(0)).collect();
+    assert_eq!(writers.len(), 3, "the order and both records");
+    assert!(writers.iter().all(|writer| *writer == writers[0]), "{writers:?}");
+}
+
+#[tokio::test]
 async fn a_removal_waits_for_who_writes_to_the_record_and_is_none_if_they_did() {
     for (is_committed, expected) in [(true, AT_ONCE), (false, Settled::Gone)] {
         let (settled, left) = raced(is_committed, async |world, lane, claim| {
@@ -468,6 +563,202 @@ async fn a_sort_waits_for_who_writes_to_the_record_and_is_done_again_if_they_did
             assert_eq!((wanted.records, wanted.held), (1, held));
         }
     }
+}
+
+/// What happens, once, within the transaction that saves an order.
+enum Mishap {
+    /// Nothing more is heard of its process, as far as the server can tell.
+    Stalls(Arc<Stall>),
+    /// The server is asked this.
+    Asks(String),
+}
+
+/// Is refused, and may not be the next time.
+const PASSES: &str = "DO $$ BEGIN RAISE EXCEPTION USING ERRCODE = 'serialization_failure'; END $$";
+
+/// Where somebody stands still until the test lets them go on.
+struct Stall {
+    is_reached: Semaphore,
+    is_over: Semaphore,
+}
+
+impl Stall {
+    fn new() -> Arc<Self> {
+        Arc::new(Self { is_reached: Semaphore::new(0), is_over: Semaphore::new(0) })
+    }
+
+    async fn is_reached(&self) {
+        testing::soon("it stalls", self.is_reached.acquire()).await.unwrap().forget();
+    }
+
+    fn is_over(&self) {
+        self.is_over.add_permits(1);
+    }
+}
+
+/// Orders with mishaps, by their ids.
+struct Ominous(parking_lot::Mutex<HashMap<i64, Mishap>>);
+
+impl Ominous {
+    async fn orders<const N: usize>(
+        world: &Pg,
+        mishaps: [(i64, Mishap); N],
+    ) -> Entities<Order, Records, Self> {
+        let table = Self(parking_lot::Mutex::new(HashMap::from(mishaps)));
+        Entities::new(world.records().clone(), ORDERS, table).await.unwrap()
+    }
+}
+
+impl Table<Order> for Ominous {
+    async fn load(&self, db: &impl GenericClient, ids: &[OrderId]) -> Result<Vec<Order>, Error> {
+        Orders.load(db, ids).await
+    }
+
+    async fn save(
+        &self,
+        tx: &Transaction<'_>,
+        order: &Order,
+        read: Version,
+    ) -> Result<bool, Error> {
+        let mishap = self.0.lock().remove(&order.id);
+        let is_saved = Orders.save(tx, order, read).await?;
+        match mishap {
+            Some(Mishap::Stalls(stall)) => {
+                stall.is_reached.add_permits(1);
+                stall.is_over.acquire().await.unwrap().forget();
+            }
+            Some(Mishap::Asks(sql)) => tx.batch_execute(&sql).await?,
+            None => {}
+        }
+        Ok(is_saved)
+    }
+}
+
+#[tokio::test]
+async fn who_stalls_while_it_saves_holds_up_nobody_for_longer_than_its_lease_and_saves_nothing() {
+    let world = Pg::new().await;
+    let neighbour = world.neighbour().await;
+    let stall = Stall::new();
+    let orders = Ominous::orders(&world, [(1, Mishap::Stalls(Arc::clone(&stall)))]).await;
+    world.order(1).await;
+    let records = world.records();
+    let lane = records.lane(ORDERS, "packing").await.unwrap();
+    records.enqueue(lane, &[("order-1", 0, Duration::ZERO)]).await.unwrap();
+    let lease = Duration::from_secs(3);
+    let claim = records.claim(lane, &[0], 1, lease).await.unwrap().claims.remove(0);
+    let saves = Some((Order::new(1).is("ours"), Version(1)));
+    let ending = Ending { claim, fate: Fate::Gone, saves, visits: Vec::new() };
+    let (answer, ()) = tokio::join!(orders.settle(lane, vec![ending.clone()]), async {
+        stall.is_reached().await;
+        let theirs = Step::new("packing").when("new").makes("theirs");
+        let processing = neighbour.process([theirs]).await;
+        eventually("others get it", async || neighbour.get(1).await.state == "theirs").await;
+        neighbour.rests().await;
+        processing.stop(HOUR).await;
+        stall.is_over();
+    });
+    let answer = answer.unwrap();
+    assert!(matches!(answer.saved[..], [Err(Unsettled::Lost(_))]), "{answer:?}");
+    let told_again = orders.settle(lane, vec![ending]).await.unwrap().saved;
+    assert_eq!(told_again, [Ok(Saved::Settled(Settled::Stale))]);
+    let order = neighbour.get(1).await;
+    assert_eq!((order.version, &*order.state), (Version(2), "theirs"));
+}
+
+#[tokio::test]
+async fn who_stalls_in_an_update_of_their_own_keeps_the_order_for_a_moment_only() {
+    let world = Pg::new().await;
+    world.order(1).await;
+    let stall = Stall::new();
+    let orders = Ominous::orders(&world, [(1, Mishap::Stalls(Arc::clone(&stall)))]).await;
+    let update = orders.update(&OrderId(1), |order: &mut Order| order.marks.push("late".into()));
+    let (late, ()) = tokio::join!(update, async {
+        stall.is_reached().await;
+        let change = world.change(1, |order| order.marks.push("quick".into()));
+        testing::soon("another change is made", change).await.unwrap();
+        stall.is_over();
+    });
+    assert!(late.unwrap_err().is_transient(), "it may be done again");
+    assert_eq!(world.get(1).await.marks_as_text(), "quick");
+}
+
+#[tokio::test]
+async fn a_lease_that_ends_while_the_order_is_saved_saves_nothing_of_it_and_all_of_the_others() {
+    let world = Pg::new().await;
+    world.create([1, 2].map(Order::new).to_vec()).await.unwrap();
+    let records = world.records();
+    let lane = records.lane(ORDERS, "packing").await.unwrap();
+    let lease = Duration::from_millis(500);
+    let mut claims = Vec::new();
+    for (id, lease) in [("order-1", lease), ("order-2", HOUR)] {
+        records.enqueue(lane, &[(id, 0, Duration::ZERO)]).await.unwrap();
+        claims.append(&mut records.claim(lane, &[0], 1, lease).await.unwrap().claims);
+    }
+    // The server is busy with it, so nobody is idle.
+    let outlives = format!("SELECT pg_sleep({})", 2.0 * lease.as_secs_f64());
+    let orders = Ominous::orders(&world, [(1, Mishap::Asks(outlives))]).await;
+    let endings = claims.into_iter().zip([1, 2]).map(|(claim, id)| Ending {
+        claim,
+        fate: Fate::Gone,
+        saves: Some((Order::new(id).is("packed"), Version(1))),
+        visits: Vec::new(),
+    });
+    let saved = orders.settle(lane, endings.collect()).await.unwrap().saved;
+    let [stale, gone] = [Settled::Stale, Settled::Gone].map(|settled| Ok(Saved::Settled(settled)));
+    assert_eq!(saved, [stale, gone]);
+    assert_eq!((world.get(1).await.version, world.get(2).await.version), (Version(1), Version(2)));
+    assert_eq!(world.counts("packing").await.due, 1, "it is to be done again");
+}
+
+#[tokio::test]
+async fn what_was_settled_before_others_of_its_batch_could_be_saved_is_done_and_not_stale() {
+    let world = Pg::new().await;
+    world.create([1, 2, 3].map(Order::new).to_vec()).await.unwrap();
+    let stall = Stall::new();
+    let mishaps = [(1, Mishap::Stalls(Arc::clone(&stall))), (3, Mishap::Asks(PASSES.to_owned()))];
+    let orders = Ominous::orders(&world, mishaps).await;
+    let (step, mut runs) = held(Step::new("packing").when("new"));
+    let processing = suite::quick(orders).stage(step).start().await.unwrap();
+    let mut begun = [runs.next().await, runs.next().await, runs.next().await];
+    begun.sort_by_key(|run| run.order.id);
+    let [first, second, third] = begun;
+    // While the first is saved, the others end: they are settled together.
+    first.makes("packed");
+    stall.is_reached().await;
+    second.leaves();
+    third.makes("packed");
+    eventually("both ended", async || status(&processing, "packing").pull.running == 0).await;
+    stall.is_over();
+    world.rests().await;
+    assert_eq!(world.get(3).await.state, "packed");
+    eventually("all are told", async || {
+        let flow = status(&processing, "packing").pull.flow;
+        flow.done + flow.stale == 3
+    })
+    .await;
+    assert_eq!(status(&processing, "packing").pull.flow.stale, 0);
+    processing.stop(HOUR).await;
+    assert_eq!(world.counts("packing").await.tally.done, 3);
+}
+
+#[tokio::test]
+async fn a_batch_is_answered_for_what_is_settled_though_the_rest_is_lost() {
+    let world = Pg::new().await;
+    world.create([1, 2].map(Order::new).to_vec()).await.unwrap();
+    let records = world.records();
+    let lane = records.lane(ORDERS, SYSTEM).await.unwrap();
+    let claims = records.claim(lane, &[0], 2, HOUR).await.unwrap().claims;
+    let orders = Ominous::orders(&world, [(2, Mishap::Asks(PASSES.to_owned()))]).await;
+    let mut endings: Vec<_> = claims
+        .into_iter()
+        .map(|claim| Ending { claim, fate: Fate::Gone, saves: None, visits: Vec::new() })
+        .collect();
+    endings.sort_by(|a, b| a.claim.id.cmp(&b.claim.id));
+    endings[1].saves = Some((Order::new(2).is("packed"), Version(1)));
+    let saved = orders.settle(lane, endings).await.unwrap().saved;
+    assert_eq!(saved[0], Ok(Saved::Settled(Settled::Gone)));
+    assert!(matches!(saved[1], Err(Unsettled::Lost(_))), "{saved:?}");
+    assert_eq!(world.get(2).await.version, Version(1));
 }
 
 /// Never saves anything, whatever the version.

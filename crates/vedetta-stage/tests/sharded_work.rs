@@ -1,7 +1,8 @@
 //! The work of one entity type, shared by processors that know of each other only through a store: on
-//! PostgreSQL, each with connections of its own.
+//! PostgreSQL, each with connections of its own, and in one file of SQLite.
 
 use std::collections::BTreeMap;
+use std::convert::Infallible;
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -13,11 +14,12 @@ use testing::postgres::Server;
 use testing::soon;
 use vedetta_db::postgres::tokio_postgres::Error;
 use vedetta_db::postgres::{GenericClient, Postgres, Transaction};
-use vedetta_db::{Db, Schema};
+use vedetta_db::rusqlite::{self, Connection, OptionalExtension as _, Row};
+use vedetta_db::{Db, Purpose, Schema, Stop};
 use vedetta_kv::{Options, Store};
-use vedetta_stage::postgres::{Records, SCHEMA, Table};
 use vedetta_stage::{
-    Backend as _, BoxError, Entities, Entity, Processing, Processor, Shards, Stage, Version, Visit,
+    Backend, BoxError, Entities, Entity, Processing, Processor, Shards, Stage, Version, Visit,
+    postgres, sqlite,
 };
 
 const SHARDS: u16 = 16;
@@ -69,9 +71,50 @@ impl Entity for Order {
     }
 }
 
+/// A database with orders, and processors of its own.
+trait Shop {
+    type Orders: Backend<Order>;
+
+    /// As one who works with it has them.
+    async fn orders(&self) -> Self::Orders;
+
+    /// Stores so many, of which nobody is told.
+    async fn fill(&self, count: i64);
+
+    /// Saves an order as it is, with its next version.
+    async fn touch(orders: &Self::Orders, id: OrderId) -> Option<Order>;
+}
+
 struct Orders;
 
-impl Table<Order> for Orders {
+/// Each has connections of its own.
+struct OnPostgres(String);
+
+impl OnPostgres {
+    async fn db(&self) -> Postgres {
+        Postgres::open_with(&self.0, 4, &[postgres::SCHEMA, SHOP]).await.unwrap()
+    }
+}
+
+impl Shop for OnPostgres {
+    type Orders = Entities<Order, postgres::Records, Orders>;
+
+    async fn orders(&self) -> Self::Orders {
+        let records = postgres::Records::new(self.db().await);
+        Entities::new(records, "orders", Orders).await.unwrap().sharded(SHARDS)
+    }
+
+    async fn fill(&self, count: i64) {
+        let orders = "INSERT INTO orders SELECT n, 0 FROM generate_series(0, $1::bigint) AS n";
+        self.db().await.client().await.unwrap().execute(orders, &[&(count - 1)]).await.unwrap();
+    }
+
+    async fn touch(orders: &Self::Orders, id: OrderId) -> Option<Order> {
+        orders.update(&id, |_| {}).await.unwrap()
+    }
+}
+
+impl postgres::Table<Order> for Orders {
     async fn load(&self, db: &impl GenericClient, ids: &[OrderId]) -> Result<Vec<Order>, Error> {
         let ids: Vec<i64> = ids.iter().map(|id| id.0).collect();
         let rows = db.query("SELECT id, version FROM orders WHERE id = ANY ($1)", &[&ids]).await?;
@@ -90,6 +133,61 @@ impl Table<Order> for Orders {
     ) -> Result<bool, Error> {
         let sql = "UPDATE orders SET version = $1 WHERE id = $2 AND version = $3";
         Ok(tx.execute(sql, &[&order.version.0, &order.id.0, &read.0]).await? == 1)
+    }
+}
+
+/// One process has the file, and all who work with it are in it.
+struct OnSqlite {
+    db: Db,
+    orders: Entities<Order, sqlite::Records, Orders>,
+}
+
+impl OnSqlite {
+    async fn open(folder: &TempDir) -> Self {
+        let mut options = vedetta_db::Options::new(folder.path().join("shop.db"));
+        options.ballast = 0;
+        let db = Db::open(&options, &[sqlite::SCHEMA, SHOP]).unwrap();
+        let records = sqlite::Records::open(db.clone()).await.unwrap();
+        let orders = Entities::new(records, "orders", Orders).await.unwrap().sharded(SHARDS);
+        Self { db, orders }
+    }
+}
+
+impl Shop for OnSqlite {
+    type Orders = Entities<Order, sqlite::Records, Orders>;
+
+    async fn orders(&self) -> Self::Orders {
+        self.orders.clone()
+    }
+
+    async fn fill(&self, count: i64) {
+        let fill = self.db.write(Purpose::Store, move |tx| {
+            let mut insert = tx.prepare("INSERT INTO orders VALUES (?1, 0)")?;
+            (0..count).try_for_each(|id| insert.execute([id]).map(drop))?;
+            Ok::<_, Stop<Infallible>>(())
+        });
+        fill.await.unwrap();
+    }
+
+    async fn touch(orders: &Self::Orders, id: OrderId) -> Option<Order> {
+        orders.update(&id, |_| {}).await.unwrap()
+    }
+}
+
+impl sqlite::Table<Order> for Orders {
+    fn load(&self, db: &Connection, ids: &[OrderId]) -> rusqlite::Result<Vec<Order>> {
+        let mut find = db.prepare_cached("SELECT version FROM orders WHERE id = ?1")?;
+        let mut found = Vec::with_capacity(ids.len());
+        for id in ids {
+            let order = |row: &Row<'_>| Ok(Order { id: *id, version: Version(row.get(0)?) });
+            found.extend(find.query_row([id.0], order).optional()?);
+        }
+        Ok(found)
+    }
+
+    fn save(&self, tx: &Connection, order: &Order, read: Version) -> rusqlite::Result<bool> {
+        let sql = "UPDATE orders SET version = ?1 WHERE id = ?2 AND version = ?3";
+        Ok(tx.execute(sql, [order.version.0, order.id.0, read.0])? == 1)
     }
 }
 
@@ -115,17 +213,15 @@ impl Stage<Order> for Note {
 }
 
 /// One that has joined and works.
-struct Worker {
+struct Worker<S: Shop> {
     shards: Shards,
     _processing: Processing,
-    orders: Entities<Order, Records, Orders>,
+    orders: S::Orders,
 }
 
-impl Worker {
-    async fn start(name: &'static str, url: &str, store: &Store, book: &Book) -> Self {
-        let db = Postgres::open_with(url, 4, &[SCHEMA, SHOP]).await.unwrap();
-        let orders = Entities::new(Records::new(db), "orders", Orders).await.unwrap();
-        let orders = orders.sharded(SHARDS);
+impl<S: Shop> Worker<S> {
+    async fn start(name: &'static str, shop: &S, store: &Store, book: &Book) -> Self {
+        let orders = shop.orders().await;
         let shards = Shards::join(store.clone(), "orders/", name, SHARDS, TTL).unwrap();
         let processor = Processor::new(orders.clone()).stage(Note(name, Arc::clone(book)));
         let processing = processor.shards(&shards).start().await.unwrap();
@@ -141,7 +237,7 @@ impl Worker {
     /// Changes every order, and waits until each is done at that version: by whom.
     async fn all_done(&self, version: Version, book: &Book) -> BTreeMap<OrderId, &'static str> {
         for id in (0..ORDERS).map(OrderId) {
-            let changed = self.orders.update(&id, |_| {}).await.unwrap();
+            let changed = S::touch(&self.orders, id).await;
             assert_eq!(changed.map(|order| order.version), Some(version));
         }
         soon("all orders are done", async {
@@ -176,11 +272,10 @@ async fn open_store(folder: &TempDir) -> Store {
 async fn who_shares_another_number_of_shards_than_there_are_is_refused() {
     let (server, folder) = (Server::start().await, TempDir::new().unwrap());
     let (url, store) = (server.database().await, open_store(&folder).await);
-    let db = Postgres::open_with(&url, 4, &[SCHEMA, SHOP]).await.unwrap();
-    let orders = Entities::new(Records::new(db), "orders", Orders).await.unwrap();
+    let orders = OnPostgres(url).orders().await;
     for shared in [SHARDS - 1, SHARDS + 1] {
         let shards = Shards::join(store.clone(), "orders/", "a", shared, TTL).unwrap();
-        let processor = Processor::new(orders.clone().sharded(SHARDS));
+        let processor = Processor::new(orders.clone());
         let refused = processor.shards(&shards).start().await.err().unwrap();
         let text = format!("processes share {shared} shards, but the entities are divided into 16");
         assert_eq!(refused.to_string(), text);
@@ -191,21 +286,26 @@ async fn who_shares_another_number_of_shards_than_there_are_is_refused() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn processors_share_the_entities_and_one_that_dies_hands_its_own_over() {
     let server = Server::start().await;
-    let url = server.database().await;
+    share(&OnPostgres(server.database().await)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn processors_of_one_file_share_the_entities_and_one_that_dies_hands_its_own_over() {
+    let folder = TempDir::new().unwrap();
+    share(&OnSqlite::open(&folder).await).await;
+}
+
+async fn share(shop: &impl Shop) {
     let folder = TempDir::new().unwrap();
     let store = open_store(&folder).await;
-
     let book = Book::default();
-    let a = Worker::start("a", &url, &store, &book).await;
+    let a = Worker::start("a", shop, &store, &book).await;
     a.owns(SHARDS).await;
-    let client = a.orders.records().db().client().await.unwrap();
-    let orders = "INSERT INTO orders SELECT n, 0 FROM generate_series(0, $1::bigint) AS n";
-    client.execute(orders, &[&(ORDERS - 1)]).await.unwrap();
-    drop(client);
+    shop.fill(ORDERS).await;
     let alone = a.all_done(Version(1), &book).await;
     assert!(alone.values().all(|by| *by == "a"));
 
-    let b = Worker::start("b", &url, &store, &book).await;
+    let b = Worker::start("b", shop, &store, &book).await;
     a.owns(SHARDS / 2).await;
     b.owns(SHARDS / 2).await;
     let shared = a.all_done(Version(2), &book).await;

@@ -4,13 +4,18 @@
 mod suite;
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use suite::{Ask as _, ORDERS, Order, OrderId, World};
+use suite::{Ask as _, HOUR, ORDERS, Order, OrderId, World};
 use tempfile::TempDir;
+use vedetta_core::queue::Settled;
 use vedetta_db::rusqlite::{self, Connection, OptionalExtension as _, Row, params};
 use vedetta_db::{Db, Options, Purpose, Schema, Stop};
 use vedetta_stage::sqlite::{Records, SCHEMA, Table};
-use vedetta_stage::{BoxError, Checked, Entities, Version};
+use vedetta_stage::{
+    Backend as _, BoxError, Checked, Ending, Entities, Fate, Lane, Records as _, SYSTEM, Saved,
+    Unsettled, Version,
+};
 
 suite!(crate::Sqlite);
 
@@ -181,4 +186,62 @@ impl World for Sqlite {
     async fn mend(&self, id: i64) {
         self.execute("UPDATE orders SET state = 'mended' WHERE id = ?1", id).await;
     }
+}
+
+impl Sqlite {
+    async fn run(&self, sql: &'static str) {
+        let run = move |tx: &vedetta_db::Tx<'_>| {
+            tx.execute_batch(sql).map_err(Stop::<rusqlite::Error>::Refused)
+        };
+        self.db.write(Purpose::Store, run).await.unwrap();
+    }
+
+    /// New orders whose records a stage holds, and which it wants to be gone.
+    async fn ended(&self, ids: &[i64]) -> (Lane, Vec<Ending<Order>>) {
+        self.create(ids.iter().copied().map(Order::new).collect()).await.unwrap();
+        let records = self.records();
+        let system = records.lane(ORDERS, SYSTEM).await.unwrap();
+        let asked = records.claim(system, &[0], 9, HOUR).await.unwrap().claims.into_iter();
+        let asked: Vec<_> = asked.map(|claim| (claim, Fate::Gone)).collect();
+        records.settle(system, &asked).await.unwrap();
+
+        let lane = records.lane(ORDERS, "packing").await.unwrap();
+        let texts: Vec<String> = ids.iter().map(|id| OrderId(*id).to_string()).collect();
+        let visits: Vec<_> = texts.iter().map(|id| (id.as_str(), 0, Duration::ZERO)).collect();
+        records.enqueue(lane, &visits).await.unwrap();
+        let mut claims = records.claim(lane, &[0], 9, HOUR).await.unwrap().claims;
+        claims.sort_by(|a, b| a.id.cmp(&b.id));
+        let ending = |claim| Ending { claim, fate: Fate::Gone, saves: None, visits: Vec::new() };
+        (lane, claims.into_iter().map(ending).collect())
+    }
+}
+
+#[tokio::test]
+async fn an_order_whose_record_cannot_be_settled_is_not_saved_either() {
+    let world = Sqlite::new().await;
+    let (lane, mut endings) = world.ended(&[1]).await;
+    world
+        .run("CREATE TRIGGER keep BEFORE DELETE ON stage_record BEGIN SELECT RAISE(ABORT, 'kept'); END")
+        .await;
+    endings[0].saves = Some((Order::new(1).is("packed"), Version(1)));
+    let saved = world.orders.settle(lane, endings).await.unwrap().saved;
+    let [Err(Unsettled::Refused(why))] = &saved[..] else { panic!("{saved:?}") };
+    assert!(why.contains("kept"), "{why}");
+    assert_eq!(world.get(1).await, Order { version: Version(1), ..Order::new(1) });
+    assert!(world.record("packing", 1).await.unwrap().is_held);
+    assert!(world.record(SYSTEM, 1).await.is_none(), "nobody is told of what was not saved");
+}
+
+#[tokio::test]
+async fn a_batch_is_answered_for_what_is_settled_though_the_disk_is_too_full_for_the_rest() {
+    let world = Sqlite::new().await;
+    let (lane, mut endings) = world.ended(&[1, 2]).await;
+    world.run("PRAGMA max_page_count = 1").await; // as many as there are
+    let large = Order::new(2).marked(&"x".repeat(1 << 20));
+    endings[1].saves = Some((large, Version(1)));
+    let saved = world.orders.settle(lane, endings).await.unwrap().saved;
+    assert_eq!(saved[0], Ok(Saved::Settled(Settled::Gone)));
+    assert!(matches!(saved[1], Err(Unsettled::Lost(_))), "{saved:?}");
+    assert_eq!(world.get(2).await.version, Version(1));
+    assert!(world.record("packing", 2).await.unwrap().is_held, "it can be tried again");
 }

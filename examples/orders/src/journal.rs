@@ -21,7 +21,7 @@ use vedetta::core::queue::{Kept, Settled};
 use vedetta::runtime::Ear;
 use vedetta::stage::{
     Answer, Backend, BoxError, Claim, Claimed, Ending, Fate, Lane, LaneCounts, Limits, Page,
-    Records, Refused, SYSTEM, Saved, Stage, StageError, Tally, Visit, Which,
+    Records, SYSTEM, Saved, Stage, StageError, Tally, Unsettled, Visit, Which,
 };
 
 use crate::order::Order;
@@ -176,8 +176,8 @@ impl<B: Backend<Order>> Backend<Order> for NotedOrders<B> {
                     journal.settled(lane, claim, outcome(fate, *settled))?;
                 }
                 Ok(Saved::Conflict) => journal.settled(lane, claim, "conflict")?,
-                // It will be settled as a failure.
-                Err(Refused(_)) => {}
+                // It will be settled as a failure, or tried again.
+                Err(Unsettled::Refused(_) | Unsettled::Lost(_)) => {}
             }
             for going in visits {
                 let held = going.hold.filter(|(token, _)| answer.held.contains(token));

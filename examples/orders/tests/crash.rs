@@ -422,5 +422,11 @@ async fn of_processes_that_divide_the_shards_one_is_killed_and_one_comes_late_an
             assert!(story.runs.iter().any(|run| run.worker == worker.name()), "all of them worked");
         }
         only_beside(&story, &killed.name());
+        // What was placed when all shards had their owners is one worker's alone, in all stages.
+        let is_late = |run: &journal::Run<'_>| run.id.parse::<i64>().unwrap() > FEW;
+        assert!(story.runs.iter().any(is_late));
+        let mut met = story.encounters();
+        met.retain(|(run, _)| is_late(run));
+        assert!(met.is_empty(), "{met:?}");
     }
 }

@@ -44,6 +44,9 @@ fn conflicts(working: &Processing) -> u64 {
     working.status().iter().map(|stage| stage.conflicts).sum()
 }
 
+/// Of each seed another: what is due at once, soon enough to be handed over, and later.
+const SPREADS: [u64; 4] = [0, 2, 10, 100];
+
 /// Nothing waits longer to be tried again: see [`Step::new`].
 const LONGEST_WAIT: Duration = Duration::from_millis(20);
 /// What is due when it is written is so a moment later for who began to look a moment before.
@@ -118,8 +121,14 @@ fn stages(rng: &Arc<Mutex<Rng>>, asked: &Asked, cut: &Cut) -> [Step; 3] {
     ]
 }
 
-async fn start<W: World>(world: &W, rng: &Arc<Mutex<Rng>>, asked: &Asked, cut: &Cut) -> Processing {
-    let processor = quick(world.sharded(4)).lease(Duration::from_millis(300));
+async fn start<W: World>(
+    world: &W,
+    spread: Duration,
+    rng: &Arc<Mutex<Rng>>,
+    asked: &Asked,
+    cut: &Cut,
+) -> Processing {
+    let processor = quick(world.sharded(4)).spread(spread).lease(Duration::from_millis(300));
     let stages = stages(rng, asked, cut).into_iter();
     let processor = stages.fold(processor, vedetta_stage::Processor::stage);
     processor.start().await.unwrap()
@@ -173,11 +182,12 @@ pub async fn whatever_happens_every_order_comes_to_rest_and_no_change_is_lost<W:
         let told = Seed(seed);
         let rng = Arc::new(Mutex::new(Rng::with_seed(seed)));
         let asked = Asked::default();
+        let spread = Duration::from_millis(SPREADS[(seed % 4) as usize]);
         let first = i64::try_from(seed % 1_000_000).unwrap() * 100;
         world.create((first..first + ORDERS).map(Order::new).collect()).await.unwrap();
         let mut working = vec![
-            start(&world, &rng, &asked, &cut).await,
-            start(&neighbour, &rng, &asked, &cut).await,
+            start(&world, spread, &rng, &asked, &cut).await,
+            start(&neighbour, spread, &rng, &asked, &cut).await,
         ];
         let writers = (0..WRITERS).map(|writer| {
             let who = if writer % 2 == 0 { &world } else { &neighbour };
@@ -197,7 +207,7 @@ pub async fn whatever_happens_every_order_comes_to_rest_and_no_change_is_lost<W:
                 } else {
                     drop(one);
                 }
-                working.push(start(&world, &rng, &asked, &cut).await);
+                working.push(start(&world, spread, &rng, &asked, &cut).await);
             }
         };
         tokio::join!(join_all(writers), accidents, look_at_random(&neighbour, seed));
@@ -206,8 +216,8 @@ pub async fn whatever_happens_every_order_comes_to_rest_and_no_change_is_lost<W:
         drop(neighbour);
         world = world.reopened().await;
         neighbour = world.neighbour().await;
-        working.push(start(&world, &rng, &asked, &cut).await);
-        working.push(start(&neighbour, &rng, &asked, &cut).await);
+        working.push(start(&world, spread, &rng, &asked, &cut).await);
+        working.push(start(&neighbour, spread, &rng, &asked, &cut).await);
 
         eventually("everything is at rest", async || {
             let counts = world.records().counts().await.unwrap();

@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::fs::{OpenOptions, read_to_string};
+use std::hash::Hash;
 use std::io::Write as _;
 use std::path::PathBuf;
 
@@ -189,9 +190,18 @@ impl<'j> Story<'j> {
 
     /// Runs of one stage on one order, by two workers at the same time.
     pub(crate) fn overlaps(&self) -> Vec<(&Run<'j>, &Run<'j>)> {
+        self.at_once(|run| (run.stage, run.id))
+    }
+
+    /// Runs on one order, of whatever stages, by two workers at the same time.
+    pub(crate) fn encounters(&self) -> Vec<(&Run<'j>, &Run<'j>)> {
+        self.at_once(|run| run.id)
+    }
+
+    fn at_once<K: Eq + Hash>(&self, of: impl Fn(&Run<'j>) -> K) -> Vec<(&Run<'j>, &Run<'j>)> {
         let mut by_order: HashMap<_, Vec<&Run<'_>>> = HashMap::new();
         for run in &self.runs {
-            by_order.entry((run.stage, run.id)).or_default().push(run);
+            by_order.entry(of(run)).or_default().push(run);
         }
         let mut overlaps = Vec::new();
         for runs in by_order.values() {
@@ -269,4 +279,11 @@ fn two_workers_on_one_order_at_once_are_found() {
     assert_eq!(overlaps, 1);
     let one_by_one = journal(&[&begin[..], &ends, &other].concat());
     assert!(Story::of(&one_by_one).overlaps().is_empty());
+
+    let other_stage = ["2 asks 0\n2 ship 7 taken 22 0\n", "2 ship 7 2 begin\n"];
+    let together = journal(&[&begin[..], &other_stage, &ends].concat());
+    let story = Story::of(&together);
+    assert_eq!((story.overlaps().len(), story.encounters().len()), (0, 1));
+    let one_by_one = journal(&[&begin[..], &ends, &other_stage].concat());
+    assert!(Story::of(&one_by_one).encounters().is_empty());
 }
