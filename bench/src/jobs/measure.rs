@@ -132,9 +132,9 @@ pub(crate) async fn measure(
 ) -> anyhow::Result<()> {
     let figures = match what {
         What::Runs => vec![runs(queue, counts).await?],
-        What::Single => vec![single(queue, counts.jobs).await?],
+        What::Single => vec![single(queue, counts).await?],
         What::Bulk => vec![bulk(queue, counts.jobs).await?],
-        What::Latency => latency(queue, counts.jobs).await?,
+        What::Latency => latency(queue, counts).await?,
     };
     figures.iter().for_each(|figure| println!("{figure}"));
     Ok(())
@@ -175,7 +175,18 @@ pub(crate) async fn fill(
     Ok(())
 }
 
-async fn single(queue: impl Measured, jobs: u64) -> anyhow::Result<f64> {
+/// Has jobs wait for later, with numbers from `first` on.
+async fn put_off(queue: &impl Measured, first: u64, later: u64) -> anyhow::Result<()> {
+    if later > 0 {
+        fill(queue, first..first + later, Some(LATER)).await?;
+        queue.settle_down().await?;
+    }
+    Ok(())
+}
+
+async fn single(queue: impl Measured, counts: Counts) -> anyhow::Result<f64> {
+    let Counts { jobs, later, .. } = counts;
+    put_off(&queue, jobs, later).await?;
     let next = Arc::new(AtomicU64::new(0));
     let began = Instant::now();
     let callers = (0..CALLERS).map(|_| {
@@ -206,7 +217,9 @@ async fn bulk(queue: impl Measured, jobs: u64) -> anyhow::Result<f64> {
 }
 
 /// In milliseconds from a call, and from its return, to the start of the job: p50, p99, p50, p99.
-async fn latency(queue: impl Measured, samples: u64) -> anyhow::Result<Vec<f64>> {
+async fn latency(queue: impl Measured, counts: Counts) -> anyhow::Result<Vec<f64>> {
+    let samples = counts.jobs;
+    put_off(&queue, samples + WARM_UP, counts.later).await?;
     let (tell, mut starts) = mpsc::unbounded_channel();
     let begun = Arc::new(Begun { count: AtomicU64::new(0), tell: Some(tell) });
     let _working = queue.start(begun).await?;

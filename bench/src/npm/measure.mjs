@@ -1,10 +1,10 @@
 // What is measured of a queue, the same for each. `queue.mjs` beside it says how that is done with one.
 //
-//   node measure.mjs runs URL JOBS [BEHIND [LATER]]  → jobs per second; behind them wait more, and more for later
-//   node measure.mjs single URL JOBS                 → jobs per second added one by one, by 20 callers
-//   node measure.mjs bulk URL JOBS                   → jobs per second added a thousand at a time
-//   node measure.mjs latency URL SAMPLES             → milliseconds from the call that adds a job, and from its
-//                                                      return, to the start of the job: p50 p99 p50 p99
+//   node measure.mjs runs URL JOBS BEHIND LATER    → jobs per second; behind them wait more, and more for later
+//   node measure.mjs single URL JOBS 0 LATER       → jobs per second added one by one, by 20 callers
+//   node measure.mjs bulk URL JOBS                 → jobs per second added a thousand at a time
+//   node measure.mjs latency URL SAMPLES 0 LATER   → milliseconds from the call that adds a job, and from its
+//                                                    return, to the start of the job: p50 p99 p50 p99
 
 import { setTimeout as sleep } from "node:timers/promises";
 import { open } from "./queue.mjs";
@@ -17,9 +17,8 @@ process.exit(0);
 
 async function runs(jobs, behind = 0, later = 0) {
   await fill(jobs + behind);
-  await fill(later, new Date(Date.now() + 24 * 3600e3));
-  await queue.query("VACUUM ANALYZE");
-  await queue.query("CHECKPOINT");
+  await putOff(later);
+  await settleDown();
 
   let ran = 0;
   const began = performance.now();
@@ -36,7 +35,17 @@ async function fill(jobs, at) {
   for (const ids of batches(jobs, 10_000)) await queue.addMany(ids, at);
 }
 
-async function single(jobs) {
+async function putOff(later) {
+  await fill(later, new Date(Date.now() + 24 * 3600e3));
+}
+
+async function settleDown() {
+  await queue.query("VACUUM ANALYZE");
+  await queue.query("CHECKPOINT");
+}
+
+async function single(jobs, _, later = 0) {
+  if (later) await putOff(later).then(settleDown);
   let next = 0;
   const caller = async () => {
     while (next < jobs) await queue.add(next++);
@@ -52,7 +61,8 @@ async function bulk(jobs) {
   console.log(jobs / ((performance.now() - began) / 1e3));
 }
 
-async function latency(samples) {
+async function latency(samples, _, later = 0) {
+  if (later) await putOff(later).then(settleDown);
   let started;
   await queue.start(() => started(performance.now()));
   const [fromCall, fromReturn] = [[], []];

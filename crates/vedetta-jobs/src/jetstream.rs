@@ -28,6 +28,7 @@
 
 mod intake;
 mod letter;
+mod pulls;
 mod setup;
 mod tidy;
 
@@ -56,8 +57,9 @@ use vedetta_core::JobState;
 use vedetta_core::queue::{Kept, Settled, Woken};
 use vedetta_runtime::{Bell, Ear};
 
-use self::intake::{Opened, State, Story};
+use self::intake::{State, Story};
 use self::letter::{Asked, Death, HEADERS, Letter};
+use self::pulls::{Opened, Pulls};
 use crate::job::{
     Claim, DEFAULT_QUEUE, Enqueued, Fate, Given, Job, JobId, JobsError, Json, LONGEST_TEXT, NewJob,
     Note, When, check_name, shortened, tail,
@@ -186,7 +188,7 @@ fn pull_dies_after(options: &Options) -> Duration {
 }
 
 /// How much of what was pulled the client holds for the intake. Beyond that it would drop messages, which would come
-/// again after `ack_wait` only: so it is more than several pulls bring, of which two are open at a time.
+/// again after `ack_wait` only: so it is more than several pulls bring, and those that are open bring less than two.
 fn inbox(options: &Options) -> usize {
     let pulled = usize::try_from(options.fetch_batch.get()).unwrap_or(usize::MAX);
     pulled.saturating_mul(8).clamp(1 << 16, Semaphore::MAX_PERMITS)
@@ -248,6 +250,7 @@ impl JetStream {
         let inbox = client.new_inbox();
         let subscriber = client.subscribe(format!("{inbox}.*")).await;
         let subscriber = subscriber.map_err(|error| unavailable("subscribing", error))?;
+        let pulls = Pulls::new(inbox, options.fetch_timeout, pull_dies_after(&options));
         let (leave, left) = mpsc::channel(1);
         let shared = Arc::new(Shared {
             // Each durable has its own deliveries of a message, and so its own job.
@@ -258,7 +261,7 @@ impl JetStream {
             consumer,
             has_others,
             warnings,
-            state: Mutex::new(State::new(inbox, monitor.is_some())),
+            state: Mutex::new(State::new(pulls, monitor.is_some())),
             telling: monitor.map(Telling::to),
             is_paused: AtomicBool::new(false),
             leave,
@@ -271,15 +274,8 @@ impl JetStream {
         let intake = tokio::spawn({
             let (shared, stop) = (Arc::clone(&shared), stop.clone());
             async move {
-                let reconnected = async {
-                    loop {
-                        connected.notified().await;
-                        shared.reconnected();
-                    }
-                };
                 tokio::select! {
-                    () = intake::run(&shared, subscriber, left, stop) => {}
-                    () = reconnected => {}
+                    () = intake::run(&shared, subscriber, left, &connected, stop) => {}
                     () = shared.keep_tidy() => {}
                 }
             }
@@ -302,6 +298,11 @@ impl JetStream {
     /// Steps of jobs that the monitor was not told, as it did not keep up.
     pub fn left_out(&self) -> u64 {
         self.shared.telling.as_ref().map_or(0, Telling::left_out)
+    }
+
+    /// Pulls that were opened while another was open, so that the server did not wait for the next.
+    pub fn overlapping_pulls(&self) -> u64 {
+        self.shared.state.lock().pulls.overlapping
     }
 
     /// Gives back what was pulled and not handed out, and takes nothing more.
@@ -590,13 +591,13 @@ impl Shared {
     /// nor when it may not deliver more: then it is asked.
     async fn look(&self, wanted: &Wanted<'_>) -> Result<(), JobsError> {
         // What has come just now may be on its way through the pull that is open.
-        let open = self.state.lock().newest_pull();
+        let open = self.state.lock().pulls.newest();
         if let Some(number) = open
             && self.brings(number, AT_ONCE).await != Brought::All
         {
             return Ok(());
         }
-        let was_full = self.state.lock().was_full;
+        let was_full = self.state.lock().pulls.was_full;
         if !was_full && self.is_there_more().await? == Some(false) {
             return Ok(());
         }
@@ -605,7 +606,7 @@ impl Shared {
         while pulled < self.options.fetch_batch.get() as usize {
             let Some(pull) = self.pull(wanted).await? else { return Ok(()) };
             self.await_pull(pull.number).await?;
-            if !self.state.lock().was_full {
+            if !self.state.lock().pulls.was_full {
                 return Ok(());
             }
             pulled += pull.batch;
@@ -636,7 +637,7 @@ impl Shared {
             let turn = self.turn.notified();
             let until = {
                 let state = self.state.lock();
-                if !state.is_open(number) {
+                if !state.pulls.is_open(number) {
                     return Brought::All;
                 }
                 if state.ready.len() >= BUNCH {
@@ -678,8 +679,7 @@ impl Shared {
             let most = self.options.fetch_batch.get() as usize;
             // A few at a time would cost as much as many, once there are enough to begin with.
             let is_worth_it = room > 0 && (state.ready.len() < BUNCH || room > wanted.room / 4);
-            let silence = pull_dies_after(&self.options);
-            is_worth_it.then(|| state.open(room, most, silence)).flatten()
+            is_worth_it.then(|| state.open(room, most)).flatten()
         };
         let Some(opened) = opened else { return Ok(None) };
         let Opened { batch, ref inbox, .. } = opened;
@@ -693,7 +693,7 @@ impl Shared {
         };
         let asked = self.consumer.request_batch(request, inbox.as_str().into()).await;
         asked.map_err(|error| {
-            self.state.lock().close(opened.number);
+            self.state.lock().pulls.leave();
             unavailable("pulling", error)
         })?;
         Ok(Some(opened))
@@ -746,7 +746,9 @@ impl Shared {
                     .flatten(),
             });
         }
-        let nothing_more = state.ready.is_empty() && state.newest_pull().is_some();
+        // Who waits is called when something comes, and when pulls can be opened again.
+        let is_called = state.pulls.is_any_open() || state.pulls.have_left();
+        let nothing_more = state.ready.is_empty() && is_called;
         Taken { jobs, rest: nothing_more.then_some(self.options.fetch_timeout) }
     }
 

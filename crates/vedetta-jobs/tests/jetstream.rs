@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use async_nats::jetstream::consumer::{AckPolicy, pull};
 use async_nats::jetstream::{Context, stream};
@@ -16,7 +16,7 @@ use async_trait::async_trait;
 use futures_util::StreamExt as _;
 use parking_lot::Mutex;
 use testing::nats::Server;
-use testing::{Proxy, soon};
+use testing::{PATIENCE, Proxy, soon};
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use vedetta_core::queue::{Kept, Settled, Woken};
@@ -391,11 +391,46 @@ async fn a_consumer_that_differs_is_refused_by_field_wanted_and_found() {
         let told = format!("another {field}: wanted {wanted}, found {found}");
         assert!(why.contains(&told) && why.contains(DURABLE), "{why}");
     }
-    // A stream that does not have the subject.
-    stream.delete_consumer(DURABLE).await.unwrap();
-    let elsewhere = Options { subject: "other".into(), ..quick() };
-    let opened = JetStream::open(&server.url(), elsewhere, None).await;
-    assert!(matches!(opened, Err(JobsError::Failed(_))), "{opened:?}");
+}
+
+#[tokio::test]
+async fn a_stream_that_cannot_keep_the_jobs_is_refused_by_what_differs() {
+    let server = Server::start().await;
+    let context = stranger(&server).await;
+    let of = |name: &str, subject: &str, no_ack: bool| stream::Config {
+        name: name.into(),
+        subjects: vec![subject.into(), format!("{subject}.more")],
+        no_ack,
+        ..stream::Config::default()
+    };
+    let dead = "vedetta.dead.MEDIA";
+    for (found, told) in [
+        (
+            of(STREAM, "media.other", false),
+            "stream MEDIA has other subjects: wanted media.files, found media.other, media.other.more",
+        ),
+        (of(STREAM, SUBJECT, true), "stream MEDIA has another no_ack: wanted false, found true"),
+        (
+            of("MEDIA_DEAD", "dead.letters", false),
+            "stream MEDIA_DEAD has other subjects: wanted vedetta.dead.MEDIA, found dead.letters, \
+             dead.letters.more",
+        ),
+        (
+            of("MEDIA_DEAD", dead, true),
+            "stream MEDIA_DEAD has another no_ack: wanted false, found true",
+        ),
+    ] {
+        context.create_stream(found).await.unwrap();
+        let why = refused(&server, quick()).await;
+        assert_eq!(why, format!("the {told}"));
+        for name in [STREAM, "MEDIA_DEAD"] {
+            drop(context.delete_stream(name).await); // which may not have been made
+        }
+    }
+    // What is wider will do.
+    context.create_stream(of(STREAM, "media.*", false)).await.unwrap();
+    context.create_stream(of("MEDIA_DEAD", "vedetta.dead.*", false)).await.unwrap();
+    open(&server, quick()).await;
 }
 
 #[tokio::test]
@@ -465,6 +500,92 @@ async fn a_pull_asks_for_as_many_and_waits_as_long_as_configured() {
         let pull: serde_json::Value = serde_json::from_slice(&pull).unwrap();
         assert_eq!((&pull["batch"], &pull["expires"]), (&batch.into(), &700_000_000.into()));
     }
+}
+
+#[tokio::test]
+async fn of_two_pulls_that_are_open_at_once_every_job_comes_once_and_the_next_at_once() {
+    const JOBS: usize = 1100;
+    const MOST: usize = 600;
+    let server = Server::start().await;
+    let context = stranger(&server).await;
+    // No more is delivered than that at a time, so that the first pull goes on when the second is opened. What is left
+    // is more than the first asks for: else the server would refuse the second.
+    let options = Options {
+        fetch_batch: some(1000),
+        fetch_timeout: PATIENCE,
+        max_ack_pending: some(u32::try_from(MOST).unwrap()),
+        ..patient()
+    };
+    let jobs = open(&server, options).await;
+    jobs.enqueue(&vec![NewJob::new("film"); JOBS]).await.unwrap();
+    let ear = Ear::default();
+    let take = async |held: usize| {
+        let room = u32::try_from(2000 - held).unwrap();
+        jobs.take(&Wanted { capacity: 2000, ..wanted(room) }).await.unwrap().jobs
+    };
+    let take_all = async |mut held: Vec<Given>, all: usize| {
+        soon("they come", async {
+            while held.len() < all {
+                held.extend(take(held.len()).await);
+                if held.len() < all {
+                    jobs.woken(DEFAULT_QUEUE, &ear).await;
+                }
+            }
+        })
+        .await;
+        held.into_iter().map(|given| (given.claim, done())).collect::<Vec<_>>()
+    };
+    let first = take_all(Vec::new(), MOST).await;
+    assert!(take(MOST).await.is_empty());
+    assert_eq!(consumer(&context).await.num_waiting, 2, "pulls that are open at once");
+    assert_eq!(jobs.overlapping_pulls(), 1);
+
+    assert_eq!(jobs.settle(&first).await.unwrap(), [Settled::Gone; MOST]);
+    let rest = take_all(Vec::new(), JOBS - MOST).await;
+    assert_eq!(jobs.settle(&rest).await.unwrap(), [Settled::Gone; JOBS - MOST]);
+    let delivered: HashSet<_> = first.iter().chain(&rest).map(|(claim, _)| claim.id).collect();
+    assert_eq!(delivered.len(), JOBS);
+    let info = consumer(&context).await;
+    assert_eq!((info.delivered.consumer_sequence, info.num_redelivered), (JOBS as u64, 0));
+
+    let began = Instant::now();
+    publish(&context, b"{}").await;
+    assert_eq!(take_all(Vec::new(), 1).await.len(), 1);
+    assert!(began.elapsed() < PATIENCE / 12, "it waited for {:?}", began.elapsed());
+    assert!(consumer(&context).await.num_waiting <= 1);
+}
+
+#[tokio::test]
+async fn after_a_connection_was_lost_the_server_has_no_more_pulls_than_are_open_here() {
+    let server = Server::start().await;
+    let context = stranger(&server).await;
+    let link = Proxy::to(server.address()).await;
+    let options = Options { fetch_timeout: Duration::from_secs(2), ..steady() };
+    let fetch_timeout = options.fetch_timeout;
+    let asker = open(&server, options.clone()).await;
+    let url = format!("nats://{}", link.address());
+    let jobs = Arc::new(JetStream::open(&url, options, None).await.unwrap());
+    let working = start(worker(1, Duration::ZERO, &Arc::default()), &jobs);
+    asker.enqueue(&[NewJob::new("film")]).await.unwrap();
+    eventually("it is done", async || working.status().flow.done == 1).await;
+    for done in 2..5 {
+        eventually("a pull waits", async || consumer(&context).await.num_waiting == 1).await;
+        // Nobody asks for the consumer meanwhile: the server would notice that nobody is there.
+        link.cut();
+        link.hang_up();
+        eventually("it is noticed", async || jobs.take(&wanted(0)).await.is_err()).await;
+        link.mend();
+        eventually("they are connected", async || jobs.take(&wanted(0)).await.is_ok()).await;
+        asker.enqueue(&[NewJob::new("film")]).await.unwrap();
+        eventually("it is done", async || working.status().flow.done == done).await;
+    }
+    let until = Instant::now() + fetch_timeout * 3;
+    while Instant::now() < until {
+        let waiting = consumer(&context).await.num_waiting;
+        assert!(waiting <= 1, "{waiting} pulls are open");
+    }
+    let info = consumer(&context).await;
+    assert_eq!((info.delivered.consumer_sequence, info.num_redelivered), (4, 0));
 }
 
 #[tokio::test]

@@ -348,8 +348,12 @@ async fn a_server_that_people_sign_in_to_is_worked_over_tls_with_a_token() {
     std::fs::write(&key, made.signing_key.serialize_pem()).unwrap();
     let tls = vedetta_net::tls::TlsFiles { cert: cert.clone(), key, client_ca: None };
     let access = vedetta_access::Access::open(folder.path()).unwrap();
-    let token = access.add_token("worker", vedetta_access::Role::Operator, None).unwrap();
-    let eyes = access.add_token("eyes", vedetta_access::Role::Viewer, None).unwrap();
+    let token = access
+        .add_token("worker", vedetta_access::Role::Operator, &vedetta_access::Scope::All, None)
+        .unwrap();
+    let eyes = access
+        .add_token("eyes", vedetta_access::Role::Viewer, &vedetta_access::Scope::All, None)
+        .unwrap();
     let with = |api: Api| api.access(access, true).tls(tls.load().unwrap());
     let server = Server::start_as(&folder, 0, with).await;
     let url = format!("https://localhost:{}", server.address.port());

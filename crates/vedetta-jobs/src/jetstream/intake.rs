@@ -20,13 +20,14 @@ use async_nats::jetstream::AckKind;
 use async_nats::{Message, StatusCode, Subject, Subscriber};
 use futures_util::{FutureExt as _, StreamExt as _};
 use hashbrown::{HashMap, HashSet};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tokio_util::sync::CancellationToken;
 use vedetta_core::queue::{Settled, Woken};
 
 use super::letter::{Asked, Letter, Reader};
-use super::{BUNCH, Shared, pull_dies_after, whole_millis};
+use super::pulls::{End, Opened, Pulls};
+use super::{BUNCH, Shared, whole_millis};
 use crate::job::{Claim, JobId};
 
 /// Of so many jobs at most it is known which deliveries were no attempts.
@@ -38,23 +39,13 @@ const OVER: usize = 1 << 16;
 /// Messages taken in before anything else gets its turn.
 const TOGETHER: usize = 64;
 
-/// Pulls that are open at once, at most.
-const OPEN: usize = 2;
-
 /// How long the last messages of an inbox may take.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// All that changes.
 #[derive(Debug)]
 pub(super) struct State {
-    /// The open ones, in the order in which they are answered.
-    open: VecDeque<Pull>,
-    /// Where pulls are answered, each under its number.
-    inbox: String,
-    /// How many there were.
-    pulls: u64,
-    /// The last one brought as much as it asked for: there may be more.
-    pub was_full: bool,
+    pub pulls: Pulls,
     /// Why the last one ended, if it should not have.
     pub fault: Option<String>,
     /// When the last message came.
@@ -80,24 +71,6 @@ pub(super) struct State {
     pub unanswered: Option<(JobId, SystemTime)>,
     /// Something that is ready may have to be buried.
     has_suspects: bool,
-}
-
-#[derive(Debug)]
-struct Pull {
-    number: u64,
-    batch: usize,
-    missing: usize,
-    /// If it gives no sign until then.
-    dead_at: Instant,
-}
-
-/// A pull that was just opened.
-pub(super) struct Opened {
-    pub number: u64,
-    /// For so many messages.
-    pub batch: usize,
-    /// Where it is answered.
-    pub inbox: String,
 }
 
 #[derive(Debug)]
@@ -142,12 +115,9 @@ impl Story {
 }
 
 impl State {
-    pub(super) fn new(inbox: String, is_recorded: bool) -> Self {
+    pub(super) fn new(pulls: Pulls, is_recorded: bool) -> Self {
         Self {
-            open: VecDeque::with_capacity(OPEN),
-            inbox,
-            pulls: 0,
-            was_full: false,
+            pulls,
             fault: None,
             heard_at: Instant::now(),
             newest: 0,
@@ -194,67 +164,15 @@ impl State {
     }
 
     /// Opens a pull for as much as there is room for; for one, before anything is known of what they cost. Whatever
-    /// does not fit has to be given back, and is then delivered once more. If one is open there is another for
-    /// many only, and once that one has brought half, so that the server need not wait for us between them.
-    pub(super) fn open(&mut self, room: u32, most: usize, silence: Duration) -> Option<Opened> {
+    /// does not fit has to be given back, and is then delivered once more.
+    pub(super) fn open(&mut self, room: u32, most: usize) -> Option<Opened> {
         #[allow(
             clippy::cast_possible_truncation,
             clippy::cast_sign_loss,
             reason = "neither large nor negative"
         )]
         let fit = self.cost.map_or(1, |cost| (f64::from(room) / cost) as usize);
-        let coming: usize = self.open.iter().map(|pull| pull.missing).sum();
-        let fit = fit.saturating_sub(coming);
-        let is_for_many = |pull: &Pull| fit >= BUNCH && pull.missing <= pull.batch / 2;
-        if self.open.len() >= OPEN || !self.open.iter().all(is_for_many) {
-            return None;
-        }
-        let batch = fit.clamp(1, most);
-        self.pulls += 1;
-        self.was_full = false;
-        let number = self.pulls;
-        let dead_at = Instant::now() + silence;
-        self.open.push_back(Pull { number, batch, missing: batch, dead_at });
-        Some(Opened { number, batch, inbox: format!("{}.{number}", self.inbox) })
-    }
-
-    /// The last one that is open.
-    pub(super) fn newest_pull(&self) -> Option<u64> {
-        self.open.back().map(|pull| pull.number)
-    }
-
-    pub(super) fn is_open(&self, number: u64) -> bool {
-        self.open.iter().any(|pull| pull.number == number)
-    }
-
-    /// A pull brings nothing more.
-    pub(super) fn close(&mut self, number: u64) {
-        self.open.retain(|pull| pull.number != number);
-    }
-
-    /// A pull has ended with so many undelivered. The server deals to its pulls in turn, while here the oldest is
-    /// seen to get all: what one did not get the others have got.
-    fn ended(&mut self, number: u64, undelivered: usize) {
-        let ended = self.open.iter().find(|pull| pull.number == number);
-        let mut dealt = undelivered.saturating_sub(ended.map_or(0, |pull| pull.missing));
-        self.close(number);
-        self.open.retain_mut(|pull| {
-            let got = dealt.min(pull.missing);
-            dealt -= got;
-            pull.missing -= got;
-            pull.missing > 0
-        });
-    }
-
-    /// Counts a message to the oldest pull.
-    fn count(&mut self) {
-        if let Some(pull) = self.open.front_mut() {
-            pull.missing = pull.missing.saturating_sub(1);
-            if pull.missing == 0 {
-                self.open.pop_front();
-                self.was_full = true;
-            }
-        }
+        self.pulls.open(fit, most, Instant::now())
     }
 
     /// The next message to hand out; those that are no jobs, or were begun too often, wait to be buried.
@@ -404,7 +322,7 @@ impl State {
     /// Takes in a message. Whether it was held here for so long that it is lost now. One that is held still goes on:
     /// the server has forgotten that it delivered it, and awaits the end of this delivery now.
     fn arrived(&mut self, letter: Arc<Letter>, now: Instant) -> bool {
-        self.count();
+        self.pulls.came(now);
         if let Ok(asked) = &letter.asked {
             let cost = f64::from(asked.cost);
             // After a dear one fewer are pulled at once, after cheap ones more by and by.
@@ -444,6 +362,7 @@ pub(super) async fn run(
     shared: &Shared,
     mut inbox: Subscriber,
     mut left: mpsc::Receiver<oneshot::Sender<()>>,
+    connected: &Notify,
     stop: CancellationToken,
 ) {
     // So what is not taken in time is noticed within a heartbeat.
@@ -451,7 +370,10 @@ pub(super) async fn run(
     let mut ticks = interval((shared.options.heartbeat / 4).min(Duration::from_millis(250)));
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut reader = Reader::new(&shared.context);
+    // That there is the first connection is said, too.
+    let mut connects = shared.connects();
     loop {
+        let mut stepping_back = None;
         tokio::select! {
             () = stop.cancelled() => break,
             message = inbox.next() => {
@@ -461,24 +383,44 @@ pub(super) async fn run(
                 shared.take_in(come, &mut reader);
             }
             Some(done) = left.recv() => {
-                let name = shared.client.new_inbox();
-                let Ok(next) = shared.client.subscribe(format!("{name}.*")).await else { continue };
-                shared.leave(std::mem::replace(&mut inbox, next), name).await;
-                // If nobody waits for it any more, it is done all the same.
-                let _ = done.send(());
+                shared.state.lock().pulls.leave();
+                stepping_back = Some(done);
+            }
+            () = connected.notified() => {
+                let before = std::mem::replace(&mut connects, shared.connects());
+                if connects != before {
+                    shared.reconnected();
+                }
             }
             _ = ticks.tick() => {
-                shared.bury_dead_pull();
-                let overdue = {
+                let (overdue, has_lapsed) = {
                     let mut state = shared.state.lock();
                     state.forget_lapsed(shared.options.ack_wait);
-                    state.overdue(patience)
+                    (state.overdue(patience), state.pulls.lapse(Instant::now()))
                 };
+                if has_lapsed {
+                    shared.call();
+                }
                 shared.give_back(&overdue).await;
             }
         }
+        if !shared.state.lock().pulls.have_left() {
+            continue;
+        }
+        let name = shared.client.new_inbox();
+        let Ok(next) = shared.client.subscribe(format!("{name}.*")).await else { continue };
+        shared.leave(std::mem::replace(&mut inbox, next)).await;
+        if stepping_back.is_some() {
+            shared.give_all_back().await;
+        }
+        shared.state.lock().pulls.move_to(name);
+        shared.call();
+        // If nobody waits for it any more, it is done all the same.
+        let _ = stepping_back.map(|done| done.send(()));
     }
-    shared.leave(inbox, String::new()).await;
+    shared.state.lock().pulls.leave();
+    shared.leave(inbox).await;
+    shared.give_all_back().await;
 }
 
 impl Shared {
@@ -511,7 +453,7 @@ impl Shared {
             letters.into_iter().for_each(|letter| was_held |= state.arrived(letter, now));
             let ready = state.ready.len();
             let has_grown = before == 0 || ready / BUNCH != before / BUNCH;
-            (was_held, !has_grown && !state.open.is_empty())
+            (was_held, !has_grown && state.pulls.is_any_open())
         };
         if was_held {
             self.bell.ring(Woken::Look);
@@ -533,55 +475,45 @@ impl Shared {
         let number = message.subject.rsplit('.').next().and_then(|number| number.parse().ok());
         let Some(number) = number else { return };
         let mut state = self.state.lock();
-        let open = state.open.iter_mut().find(|pull| pull.number == number);
-        match (status, open) {
-            (StatusCode::IDLE_HEARTBEAT, Some(pull)) => {
-                pull.dead_at = Instant::now() + pull_dies_after(&self.options);
+        let end = match (status, undelivered(message)) {
+            (StatusCode::IDLE_HEARTBEAT, _) => {
+                state.pulls.lives(number, Instant::now());
                 return;
             }
-            (StatusCode::IDLE_HEARTBEAT, None) => return,
-            (StatusCode::TIMEOUT | StatusCode::NOT_FOUND, _) | (_, None) => {}
-            (other, Some(_)) => {
-                let why = message.description.as_deref().unwrap_or("no more is said");
-                let why = format!("the server ended a pull: {other}, {why}");
-                state.fault = Some(why);
-                // Somebody else may be the consumer's leader, and not know all of it.
-                self.untidy.notify_one();
+            (StatusCode::TIMEOUT | StatusCode::NOT_FOUND, Some(count)) => End::Without(count),
+            (StatusCode::TIMEOUT, None) => End::Refused,
+            (StatusCode::NOT_FOUND, None) => End::NoMore,
+            (other, _) => {
+                if state.pulls.is_open(number) {
+                    let why = message.description.as_deref().unwrap_or("no more is said");
+                    state.fault = Some(format!("the server ended a pull: {other}, {why}"));
+                    state.pulls.leave();
+                    // Somebody else may be the consumer's leader, and not know all of it.
+                    self.untidy.notify_one();
+                }
+                return;
             }
-        }
-        state.ended(number, undelivered(message).unwrap_or(0));
+        };
+        state.pulls.ended(number, end);
     }
 
-    fn bury_dead_pull(&self) {
-        let mut state = self.state.lock();
-        let (now, before) = (Instant::now(), state.open.len());
-        state.open.retain(|pull| now < pull.dead_at);
-        if state.open.len() < before {
-            drop(state);
-            self.call();
-        }
-    }
-
-    /// A connection that was lost took its pulls with it, and there may be another server.
-    pub(super) fn reconnected(&self) {
+    /// A connection that was lost took its pulls with it, or not, and there may be another server.
+    fn reconnected(&self) {
         self.untidy.notify_one();
-        self.state.lock().open.clear();
-        self.call();
+        self.state.lock().pulls.leave();
     }
 
-    /// Has nothing more come to an inbox, and gives back what did.
-    async fn leave(&self, mut inbox: Subscriber, next: String) {
-        {
-            let mut state = self.state.lock();
-            state.open.clear();
-            state.inbox = next;
-        }
+    /// Has nothing more come to an inbox, and takes in what did.
+    async fn leave(&self, mut inbox: Subscriber) {
         if inbox.drain().await.is_ok() {
             let mut reader = Reader::new(&self.context);
             while let Ok(Some(message)) = timeout(LAST_WORDS, inbox.next()).await {
                 self.take_in(once(message), &mut reader);
             }
         }
+    }
+
+    async fn give_all_back(&self) {
         let left = self.state.lock().overdue(Duration::ZERO);
         self.give_back(&left).await;
         let _ = timeout(LAST_WORDS, self.client.flush()).await;
@@ -601,62 +533,4 @@ impl Shared {
 /// How much of a pull that has ended was not delivered, if the message says so.
 fn undelivered(message: &Message) -> Option<usize> {
     message.headers.as_ref()?.get("Nats-Pending-Messages")?.as_str().parse().ok()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn cheap() -> State {
-        State { cost: Some(1.0), ..State::new("inbox".to_owned(), false) }
-    }
-
-    fn open(state: &mut State, room: u32) -> Option<u64> {
-        state.open(room, 1_000, Duration::from_secs(1)).map(|opened| opened.number)
-    }
-
-    #[test]
-    fn another_pull_is_opened_for_many_once_half_of_the_first_has_come() {
-        let mut state = cheap();
-        assert_eq!(open(&mut state, 1_000), Some(1));
-        (0..499).for_each(|_| state.count());
-        assert_eq!(open(&mut state, 1_000), None);
-        state.count();
-        assert_eq!(open(&mut state, 600), None, "few");
-        assert_eq!(open(&mut state, 1_000), Some(2));
-        assert_eq!(open(&mut state, 2_000), None, "a third");
-        (0..500).for_each(|_| state.count());
-        assert!(!state.is_open(1));
-        assert_eq!(state.newest_pull(), Some(2));
-    }
-
-    #[test]
-    fn what_one_pull_did_not_get_is_not_awaited_of_the_other() {
-        let mut state = cheap();
-        open(&mut state, 1_000);
-        (0..500).for_each(|_| state.count());
-        open(&mut state, 1_000);
-        // Dealt in turn: 50 to each.
-        (0..100).for_each(|_| state.count());
-        state.ended(1, 450);
-        (0..449).for_each(|_| state.count());
-        assert_eq!(state.newest_pull(), Some(2));
-        state.count();
-        assert_eq!(state.newest_pull(), None);
-    }
-
-    #[test]
-    fn a_pull_that_seemed_to_have_got_all_may_end_with_some_undelivered() {
-        let mut state = cheap();
-        open(&mut state, 1_000);
-        (0..500).for_each(|_| state.count());
-        open(&mut state, 1_000);
-        // Dealt in turn: 250 to each, which leaves 250 to each.
-        (0..500).for_each(|_| state.count());
-        state.ended(1, 250);
-        (0..249).for_each(|_| state.count());
-        assert_eq!(state.newest_pull(), Some(2));
-        state.count();
-        assert_eq!(state.newest_pull(), None);
-    }
 }

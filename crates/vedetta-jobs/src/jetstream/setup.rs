@@ -12,9 +12,9 @@ use crate::job::JobsError;
 /// How long the same dead letter is not stored twice.
 const SAME: Duration = Duration::from_secs(600);
 
-/// What is so of every server.
-const UNFLUSHED: &str = "NATS acknowledges a message before it is flushed to the disk (sync_interval of the server, 2 \
-     minutes unless set): a power cut can lose the last ones, and acknowledgements of jobs";
+/// Whether it is so a client cannot ask: so it is said of every server.
+const UNFLUSHED: &str = "unless the server flushes always, which it does not say (its sync_interval, 2 minutes unless set), NATS \
+     acknowledges a message before it is on the disk: a power cut can lose the last ones, and acknowledgements of jobs";
 
 /// What there is to work with.
 pub(super) struct SetUp {
@@ -41,11 +41,6 @@ pub(super) async fn set_up(context: &Context, options: &Options) -> Result<SetUp
     };
     let dead = ensure(context, dead).await?;
     let dead = &dead.cached_info().config;
-    let dead_subject = options.dead_subject();
-    if !dead.subjects.contains(&dead_subject) {
-        let found = dead.subjects.join(", ");
-        return Err(differs(&format!("stream {}", dead.name), "subjects", &dead_subject, &found));
-    }
     let config = &stream.cached_info().config;
     let has_others = config.retention != RetentionPolicy::WorkQueue;
     let mut warnings = risks(config);
@@ -71,7 +66,7 @@ pub(super) async fn look(context: &Context, options: &Options) -> Result<Vec<Str
 }
 
 async fn ensure(context: &Context, wanted: Config) -> Result<Stream, JobsError> {
-    let name = wanted.name.clone();
+    let (name, subjects) = (wanted.name.clone(), wanted.subjects.clone());
     let stream = match context.get_stream(&name).await {
         Ok(stream) => stream,
         Err(error) if is_missing(&error.kind()) => {
@@ -80,10 +75,34 @@ async fn ensure(context: &Context, wanted: Config) -> Result<Stream, JobsError> 
         }
         Err(error) => return Err(unavailable(format!("asking for the stream {name}"), error)),
     };
-    if stream.cached_info().config.no_ack {
+    let found = &stream.cached_info().config;
+    // What is copied from another stream has the subjects of that one.
+    let is_copy = found.mirror.is_some() || found.sources.is_some();
+    let has = |wanted: &String| found.subjects.iter().any(|found| covers(found, wanted));
+    if !is_copy && !subjects.iter().all(has) {
+        let (wanted, found) = (subjects.join(", "), found.subjects.join(", "));
+        return Err(JobsError::Invalid(format!(
+            "the stream {name} has other subjects: wanted {wanted}, found {found}"
+        )));
+    }
+    if found.no_ack {
         return Err(differs(&format!("stream {name}"), "no_ack", "false", "true"));
     }
     Ok(stream)
+}
+
+/// Whether all that is published to one subject is published to another, too. Either may have wildcards.
+fn covers(wide: &str, narrow: &str) -> bool {
+    let mut narrow = narrow.split('.');
+    for wide in wide.split('.') {
+        match (wide, narrow.next()) {
+            (">", Some(_)) => return true,
+            ("*", Some(token)) if token != ">" => {}
+            (wide, Some(token)) if wide == token => {}
+            _ => return false,
+        }
+    }
+    narrow.next().is_none()
 }
 
 fn is_missing(kind: &GetStreamErrorKind) -> bool {
@@ -194,4 +213,30 @@ fn risks(config: &Config) -> Vec<String> {
         );
     }
     risks
+}
+
+#[cfg(test)]
+mod tests {
+    use super::covers;
+
+    #[test]
+    fn a_subject_covers_what_it_matches() {
+        for (wide, narrow, does) in [
+            ("media.files", "media.files", true),
+            ("media.*", "media.files", true),
+            ("media.>", "media.files.new", true),
+            ("media.>", "media.*", true),
+            (">", "media.>", true),
+            ("media.*", "media.*", true),
+            ("media.files", "media.other", false),
+            ("media.files", "media", false),
+            ("media", "media.files", false),
+            ("media.*", "media.>", false),
+            ("media.*", "media.files.new", false),
+            ("media.files", "media.*", false),
+            ("media.>", "media", false),
+        ] {
+            assert_eq!(covers(wide, narrow), does, "{wide} {narrow}");
+        }
+    }
 }
