@@ -1,4 +1,4 @@
-//! From a proof to a name and a role.
+//! From a proof to a name, a role and a scope.
 //!
 //! ```text
 //!  name, password ──► session ──each request──► identity ──► ended: idle, old, signed out, user changed
@@ -12,8 +12,8 @@ use crate::audit::{Entry, Outcome};
 use crate::secret::{Secret, hash};
 use crate::store::{millis, time};
 use crate::token::BEGINNING;
-use crate::user::role;
-use crate::{Access, AccessError, Role, password};
+use crate::user::{role, scope};
+use crate::{Access, AccessError, Role, Scope, password};
 
 /// A session that nobody used for so long is over.
 const IDLE: Duration = Duration::from_secs(8 * 3600);
@@ -35,6 +35,8 @@ pub struct Identity {
     pub name: String,
     /// What they may do.
     pub role: Role,
+    /// Where: everywhere, unless a token says less.
+    pub scope: Scope,
     /// How they proved it.
     pub proof: Proof,
     /// Until when that is good, if it ends by itself.
@@ -122,7 +124,8 @@ impl Access {
             role => role?,
         };
         let (name, expires) = (name.to_owned(), Some(now + LONGEST));
-        Ok(Some(Session { id, identity: Identity { name, role, proof: Proof::Session, expires } }))
+        let (scope, proof) = (Scope::All, Proof::Session);
+        Ok(Some(Session { id, identity: Identity { name, role, scope, proof, expires } }))
     }
 
     fn password_of(&self, name: &str) -> Result<Option<String>, AccessError> {
@@ -205,7 +208,7 @@ impl Access {
             self.seen("UPDATE session SET seen = ?2 WHERE hash = ?1", hash, now);
         }
         let expires = Some((created + LONGEST).min(now + IDLE));
-        Ok(Some(Identity { name, role, proof: Proof::Session, expires }))
+        Ok(Some(Identity { name, role, scope: Scope::All, proof: Proof::Session, expires }))
     }
 
     /// Whose token it is.
@@ -220,26 +223,28 @@ impl Access {
                 lent.used = now;
                 self.seen("UPDATE lent SET used = ?2 WHERE hash = ?1", hash, now);
             }
-            return Ok(Some(Identity { name, role, proof: Proof::Lent, expires: None }));
+            let (scope, proof) = (Scope::All, Proof::Lent);
+            return Ok(Some(Identity { name, role, scope, proof, expires: None }));
         }
         let found = {
             let connection = self.inner.read.lock();
-            let sql = "SELECT name, role, expires, used FROM token WHERE hash = ?1";
+            let sql = "SELECT name, role, expires, used, scope FROM token WHERE hash = ?1";
             let mut statement = connection.prepare_cached(sql)?;
             let row = statement.query_row([hash], |row| {
                 let (expires, used): (Option<i64>, Option<i64>) = (row.get(2)?, row.get(3)?);
-                Ok((row.get(0)?, role(row.get(1)?)?, expires.map(time), used.map(time)))
+                let (role, scope) = (role(row.get(1)?)?, scope(row.get(4)?)?);
+                Ok((row.get(0)?, role, scope, expires.map(time), used.map(time)))
             });
             row.optional()?
         };
-        let Some((name, role, expires, used)) = found else { return Ok(None) };
+        let Some((name, role, scope, expires, used)) = found else { return Ok(None) };
         if expires.is_some_and(|end| end <= now) {
             return Ok(None);
         }
         if used.is_none_or(|used| now >= used + SEEN) {
             self.seen("UPDATE token SET used = ?2 WHERE hash = ?1", hash, now);
         }
-        Ok(Some(Identity { name, role, proof: Proof::Token, expires }))
+        Ok(Some(Identity { name, role, scope, proof: Proof::Token, expires }))
     }
 
     /// A token for what this process starts. It is good until it is taken back. Those that a process lent

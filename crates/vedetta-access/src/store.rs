@@ -71,6 +71,10 @@ const STEPS: &[&str] = &[
         used INTEGER NOT NULL
     ) STRICT, WITHOUT ROWID;
 ",
+    "
+    -- Tokens from before there were scopes stay good everywhere.
+    ALTER TABLE token ADD COLUMN scope TEXT NOT NULL DEFAULT 'all';
+",
 ];
 
 /// Users, tokens, sessions and the audit log of a data folder; clones share it. Its methods read and write a

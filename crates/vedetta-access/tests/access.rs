@@ -6,7 +6,9 @@ use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use tempfile::TempDir;
-use vedetta_access::{Access, AccessError, Entry, FILE, Gathered, Outcome, Proof, Role, Secret};
+use vedetta_access::{
+    Access, AccessError, Area, Entry, FILE, Gathered, Outcome, Proof, Role, Scope, Secret,
+};
 
 const PASSWORD: &str = "correct horse";
 const MINUTE: Duration = Duration::from_secs(60);
@@ -160,8 +162,9 @@ fn whoever_changes_a_user_ends_their_sessions_at_once() {
 fn a_token_is_good_until_it_expires_or_is_revoked() {
     let (folder, access) = open();
     let now = SystemTime::now();
-    let for_ever = access.add_token("ci", Role::Operator, None).unwrap();
-    let for_an_hour = access.add_token("short", Role::Viewer, Some(now + HOUR)).unwrap();
+    let for_ever = access.add_token("ci", Role::Operator, &Scope::All, None).unwrap();
+    let for_an_hour =
+        access.add_token("short", Role::Viewer, &Scope::All, Some(now + HOUR)).unwrap();
     let of = |token: &Secret, at| {
         access.by_token(token.reveal(), at).unwrap().map(|identity| (identity.name, identity.role))
     };
@@ -179,6 +182,54 @@ fn a_token_is_good_until_it_expires_or_is_revoked() {
     drop(access);
     assert!(for_ever.reveal().len() > 43);
     assert!(!contains(folder.path(), for_ever.reveal()));
+}
+
+#[test]
+fn a_token_is_good_where_its_scope_says_and_everywhere_without_one() {
+    let (folder, access) = open();
+    let now = SystemTime::now();
+    let some: Scope = "jobs,workers".parse().unwrap();
+    let only = access.add_token("worker", Role::Operator, &some, None).unwrap();
+    let all = access.add_token("ci", Role::Operator, &Scope::All, None).unwrap();
+    let scope = |access: &Access, token: &Secret| {
+        access.by_token(token.reveal(), now).unwrap().unwrap().scope
+    };
+    assert_eq!(scope(&access, &only), some);
+    assert_eq!(scope(&access, &all), Scope::All);
+    let listed: Vec<_> = access.tokens().unwrap().into_iter().map(|one| one.scope).collect();
+    assert_eq!(listed, [Scope::All, some]);
+    let log = access.audit(None, 2).unwrap();
+    assert_eq!(log[1].target, "worker as operator for jobs,workers");
+    assert_eq!(log[0].target, "ci as operator");
+    // As the program does, in another process.
+    let elsewhere = Access::open(folder.path()).unwrap();
+    elsewhere.set_scope("worker", &Scope::Only([Area::Jobs].into())).unwrap();
+    assert_eq!(scope(&access, &only), Scope::Only([Area::Jobs].into()), "at once");
+    let nobody = elsewhere.set_scope("nobody", &Scope::All);
+    assert!(matches!(nobody, Err(AccessError::NoSuch("token", _))));
+    // Whoever signed in, and what a server started, is held by the role alone.
+    access.add_user("anna", PASSWORD, Role::Viewer).unwrap();
+    let anna = sign_in(&access, "anna", now).unwrap();
+    assert_eq!(access.by_session(anna.reveal(), now).unwrap().unwrap().scope, Scope::All);
+    let lent = access.lend("commands", Role::Operator).unwrap();
+    assert_eq!(scope(&access, &lent), Scope::All);
+    // What a later program wrote is not taken for more than it may be.
+    let file = rusqlite::Connection::open(folder.path().join(FILE)).unwrap();
+    file.execute("UPDATE token SET scope = 'jobs,moon' WHERE name = 'worker'", []).unwrap();
+    assert!(access.by_token(only.reveal(), now).is_err());
+}
+
+#[test]
+fn tokens_from_before_there_were_scopes_stay_good_everywhere() {
+    let (folder, access) = open();
+    let old = access.add_token("old", Role::Admin, &Scope::All, None).unwrap();
+    drop(access);
+    let file = rusqlite::Connection::open(folder.path().join(FILE)).unwrap();
+    file.execute_batch("ALTER TABLE token DROP COLUMN scope; PRAGMA user_version = 2").unwrap();
+    drop(file);
+    let access = Access::open(folder.path()).unwrap();
+    let found = access.by_token(old.reveal(), SystemTime::now()).unwrap().unwrap();
+    assert_eq!((found.name.as_str(), found.role, found.scope), ("old", Role::Admin, Scope::All));
 }
 
 #[test]
@@ -255,9 +306,9 @@ fn whether_there_is_anybody_is_known_without_making_anything() {
     assert!(Access::has_anybody(&inside).unwrap());
     access.set_disabled("anna", true).unwrap();
     assert!(!Access::has_anybody(&inside).unwrap());
-    access.add_token("old", Role::Admin, Some(SystemTime::now() - HOUR)).unwrap();
+    access.add_token("old", Role::Admin, &Scope::All, Some(SystemTime::now() - HOUR)).unwrap();
     assert!(!Access::has_anybody(&inside).unwrap(), "it has expired");
-    access.add_token("ci", Role::Admin, None).unwrap();
+    access.add_token("ci", Role::Admin, &Scope::All, None).unwrap();
     assert!(Access::has_anybody(&inside).unwrap());
 }
 

@@ -69,6 +69,9 @@ impl Serialize for State {
 /// Below this the store soon has no room to work.
 const LITTLE_SPACE: u64 = 256 << 20;
 
+/// What helps when a folder cannot be used.
+const ANOTHER_FOLDER: &str = "choose another with --data";
+
 /// What optional parts call: the program, and Debian's package of it.
 const PROGRAMS: [(&str, &str); 7] = [
     ("etcd", "etcd-server"),
@@ -85,11 +88,12 @@ impl Doctor {
         let config = Config::load(self.place.config.as_deref())?;
         let addresses = self.place.addresses(&config)?;
         let data = &self.place.data;
-        let holder = DataFolder::holder(data).ok().flatten();
+        let found = DataFolder::holder(data);
+        let holder = found.as_ref().ok().cloned().flatten();
         let mut checks = vec![
             folder(data),
             permissions(data),
-            lock(data, holder.as_deref()),
+            lock(data, found),
             database(data),
             space(data),
             fsync(data),
@@ -139,6 +143,17 @@ impl Check {
         Self { name: name.into(), state: State::Broken, detail: detail.into() }
     }
 
+    /// It cannot be told, for `path` may be there or not.
+    fn out_of_reach(name: &'static str, path: &Path, error: &io::Error) -> Self {
+        let advice = match error.kind() {
+            io::ErrorKind::PermissionDenied => "run it as the user whose folder it is",
+            _ => "check the mount and the permissions",
+        };
+        let detail =
+            format!("cannot look at {}: {error}; {advice}, or {ANOTHER_FOLDER}", path.display());
+        Self::broken(name, detail)
+    }
+
     fn row(&self) -> [String; 3] {
         [self.name.to_string(), self.state.word().into(), output::one_line(&self.detail)]
     }
@@ -148,18 +163,26 @@ fn folder(data: &Path) -> Check {
     let name = "data folder";
     match fs::metadata(data) {
         Ok(found) if found.is_dir() => Check::ok(name, data.display().to_string()),
-        Ok(_) => Check::broken(name, format!("{} is not a folder", data.display())),
+        Ok(_) => {
+            Check::broken(name, format!("{} is not a folder: {ANOTHER_FOLDER}", data.display()))
+        }
         Err(error) if error.kind() == io::ErrorKind::NotFound => Check::note(
             name,
             format!("{} does not exist yet; `vedetta up` makes it", data.display()),
         ),
-        Err(error) => Check::broken(name, format!("cannot look at {}: {error}", data.display())),
+        Err(error) => Check::out_of_reach(name, data, &error),
     }
 }
 
 fn permissions(data: &Path) -> Check {
     let name = "permissions";
-    let Ok(found) = fs::metadata(data) else { return Check::note(name, "nothing to check yet") };
+    let found = match fs::metadata(data) {
+        Ok(found) => found,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            return Check::note(name, "nothing to check yet");
+        }
+        Err(error) => return Check::out_of_reach(name, data, &error),
+    };
     let open_to_others = |path: &Path| {
         let mode = fs::metadata(path).map(|found| found.permissions().mode());
         mode.is_ok_and(|mode| mode & 0o077 != 0)
@@ -176,19 +199,25 @@ fn permissions(data: &Path) -> Check {
     Check::ok(name, "only its owner may read it")
 }
 
-fn lock(data: &Path, holder: Option<&str>) -> Check {
-    let name = "lock";
-    match (holder, data.join("lock").exists()) {
-        (Some(pid), _) => Check::ok(name, format!("held by the process {pid}")),
-        (None, true) => Check::ok(name, "held by nobody"),
-        (None, false) => Check::ok(name, "never held"),
+fn lock(data: &Path, holder: io::Result<Option<String>>) -> Check {
+    let (name, file) = ("lock", data.join("lock"));
+    match holder.and_then(|holder| Ok((holder, file.try_exists()?))) {
+        Ok((Some(pid), _)) => Check::ok(name, format!("held by the process {pid}")),
+        Ok((None, true)) => Check::ok(name, "held by nobody"),
+        Ok((None, false)) => Check::ok(name, "never held"),
+        Err(error) => Check::out_of_reach(name, &file, &error),
     }
 }
 
 fn database(data: &Path) -> Check {
-    let name = "database";
-    if !data.join("vedetta.db").exists() {
-        return Check::note(name, "there is none yet; `vedetta up` makes it");
+    let (name, file) = ("database", data.join("vedetta.db"));
+    // Not only whether it is there: SQLite does not say why it cannot open one.
+    match fs::File::open(&file) {
+        Ok(_) => {}
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            return Check::note(name, "there is none yet; `vedetta up` makes it");
+        }
+        Err(error) => return Check::out_of_reach(name, &file, &error),
     }
     match sound(data) {
         Ok(revision) => Check::ok(name, format!("every row is sound up to revision {revision}")),
@@ -245,7 +274,10 @@ fn fsync(data: &Path) -> Check {
     let _ = fs::remove_file(&file);
     match tried {
         Ok(()) => Check::ok(name, format!("a file in {} can be made durable", folder.display())),
-        Err(error) => Check::broken(name, format!("in {}: {error}", folder.display())),
+        Err(error) => {
+            let advice = format!("check the mount and the permissions, or {ANOTHER_FOLDER}");
+            Check::broken(name, format!("in {}: {error}; {advice}", folder.display()))
+        }
     }
 }
 
@@ -372,4 +404,24 @@ fn find(program: &str) -> Option<PathBuf> {
         .chain(versions.map(|version| version.path().join("bin")))
         .map(|folder| folder.join(program))
         .find(|file| file.is_file())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Where a folder of another user cannot be had, as root enters all of them.
+    #[test]
+    fn what_cannot_be_looked_at_is_broken_and_never_taken_for_missing() {
+        for (kind, advice) in [
+            (io::ErrorKind::PermissionDenied, "run it as the user whose folder it is"),
+            (io::ErrorKind::StaleNetworkFileHandle, "check the mount and the permissions"),
+        ] {
+            let check = lock(Path::new("there"), Err(kind.into()));
+            assert_eq!(check.state, State::Broken, "{kind}");
+            for told in ["there/lock", advice, ANOTHER_FOLDER] {
+                assert!(check.detail.contains(told), "{kind}: {}", check.detail);
+            }
+        }
+    }
 }

@@ -1,10 +1,11 @@
-// Charts, drawn by uPlot in the colours of the page, and drawn anew when there is more to show.
+// Charts, drawn by uPlot in the colours of the page, with what is said under them: anew when the stream tells of
+// new numbers, which is once a second, and not while the page is paused.
 
 import uPlot from "./vendor/uPlot.esm.js";
-import { number, span } from "./format.js";
+import { coarse, now, number, span } from "./format.js";
+import { isPaused, on } from "./live.js";
 
 const HEIGHT = 220;
-const EVERY = 5000; // milliseconds between two looks
 const HUES = ["--accent", "--good", "--wait", "--scheduled", "--bad", "--paused", "--cancelled", "--muted"];
 
 const WHOLE = Array.from({ length: 8 }, (_, n) => [1, 2, 5].map((step) => step * 10 ** n)).flat();
@@ -16,22 +17,22 @@ const time = (ms) => (ms === null || ms === undefined ? "–" : span(ms));
 const KINDS = {
   throughput: ({ all }) => ({
     bars: true,
-    lines: [["done", "--good", all.done], ["failed", "--bad", all.failed]],
+    lines: [["Done", "--good", all.done], ["Failed", "--bad", all.failed]],
   }),
   run: ({ all }) => ({
     text: time,
     dots: true,
-    lines: [["half within", "--accent", all.run_p50_ms], ["95 % within", "--wait", all.run_p95_ms]],
+    lines: [["Half within", "--accent", all.run_p50_ms], ["95 % within", "--wait", all.run_p95_ms]],
   }),
   wait: ({ all }) => ({
     text: time,
     dots: true,
-    lines: [["half within", "--accent", all.wait_p50_ms], ["95 % within", "--wait", all.wait_p95_ms]],
+    lines: [["Half within", "--accent", all.wait_p50_ms], ["95 % within", "--wait", all.wait_p95_ms]],
   }),
   depth: ({ queues }) => ({
     lines: Object.entries(queues).slice(0, HUES.length).map(([name, points], n) => [name, HUES[n], points.ready]),
   }),
-  oldest: ({ all }) => ({ text: time, lines: [["oldest", "--wait", all.oldest_ms]] }),
+  oldest: ({ all }) => ({ text: time, lines: [["Oldest", "--wait", all.oldest_ms]] }),
 };
 
 function options(width, { lines, text = number, bars = false, dots = false }) {
@@ -57,12 +58,64 @@ function options(width, { lines, text = number, bars = false, dots = false }) {
   };
 }
 
-async function draw(place) {
-  const query = new URLSearchParams({ range: place.dataset.range });
-  if (place.dataset.queue) query.set("queue", place.dataset.queue);
-  const answer = await fetch(`/api/v1/stats?${query}`);
-  if (!answer.ok) return;
-  const stats = await answer.json();
+// What is said of each, from the steps of its table.
+const sum = (values) => values.reduce((all, value) => all + value, 0);
+const most = (values) => Math.max(0, ...values);
+const last = (values) => values.findLast((value) => value !== null);
+
+function lately({ half, nearly }, verb) {
+  const [low, high] = [last(half), last(nearly)];
+  return low === undefined || high === undefined
+    ? `nothing ${verb} in this time`
+    : `lately half ${verb} up to ${span(low)}, 95 % up to ${span(high)}`;
+}
+
+const SENTENCES = {
+  throughput({ all, since, step_ms }, { name }) {
+    const age = now() - since;
+    const when = age < all.done.length * step_ms ? `since this server started, ${coarse(age)} ago` : `in the last ${name}`;
+    return `${number(sum(all.done))} done and ${number(sum(all.failed))} failed ${when}`;
+  },
+  run: ({ all }) => lately({ half: all.run_p50_ms, nearly: all.run_p95_ms }, "ran"),
+  wait: ({ all }) => lately({ half: all.wait_p50_ms, nearly: all.wait_p95_ms }, "waited"),
+  depth: ({ all }) => `${number(most(all.ready))} at most`,
+  oldest: ({ all }) => `${span(most(all.oldest_ms))} at most`,
+};
+
+function set(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+// Has as many children as wanted. Those that are there stay: somebody may be reading them.
+function fit(parent, count, tag) {
+  while (parent.children.length > count) parent.lastElementChild.remove();
+  while (parent.children.length < count) {
+    const child = document.createElement(tag);
+    if (tag === "th") child.scope = "col";
+    if (tag !== "tr" && parent.children.length > 0) child.className = "number";
+    parent.append(child);
+  }
+  return [...parent.children];
+}
+
+function tell(place, coarser) {
+  const section = place.closest(".chart");
+  const sentence = SENTENCES[place.dataset.chart](coarser, place.dataset);
+  set(section.querySelector("p"), sentence);
+  place.setAttribute("aria-label", `${section.querySelector("h2").textContent}: ${sentence}`);
+  const { lines, text = number } = KINDS[place.dataset.chart](coarser);
+  const table = section.querySelector("details table");
+  const heads = ["From", ...lines.map(([name]) => name)];
+  fit(table.tHead.rows[0], heads.length, "th").forEach((th, n) => set(th, heads[n]));
+  const steps = lines.length === 0 ? 0 : coarser.all.done.length;
+  fit(table.tBodies[0], steps, "tr").forEach((tr, step) => {
+    const at = new Date(coarser.from + step * coarser.step_ms).toISOString().slice(11, 16);
+    const row = [`${at} UTC`, ...lines.map(([, , values]) => text(values[step]))];
+    fit(tr, row.length, "td").forEach((td, n) => set(td, row[n]));
+  });
+}
+
+function draw(place, stats) {
   const shown = KINDS[place.dataset.chart](stats);
   if (shown.lines.length === 0) return;
   const times = stats.all.done.map((_, n) => (stats.from + n * stats.step_ms) / 1000);
@@ -77,20 +130,44 @@ async function draw(place) {
   place.plot = new uPlot(options(place.clientWidth, shown), data, place);
 }
 
+async function read({ range, only }, step) {
+  const query = new URLSearchParams({ range });
+  if (only) query.set("queue", only);
+  if (step) query.set("step", `${step}s`);
+  const answer = await fetch(`/api/v1/stats?${query}`);
+  if (!answer.ok) throw new Error(`stats answered ${answer.status}`);
+  return answer.json();
+}
+
 export function start() {
   const places = [...document.querySelectorAll("[data-chart]")];
   if (places.length === 0) return;
-  const all = () => {
-    if (!document.hidden) places.forEach((place) => draw(place).catch(() => {}));
-  };
+  const [{ dataset }] = places; // all of a page show the same range
+  let reading = false;
+  let shown = null;
+  const all = () => places.forEach((place) => draw(place, shown));
+  // The lines are fine, the table is for people: one look has both.
+  async function look() {
+    if (reading) return;
+    reading = true;
+    try {
+      const [fine, coarser] = await Promise.all([read(dataset), read(dataset, dataset.step)]);
+      if (isPaused()) return; // it was pressed meanwhile
+      shown = fine;
+      all();
+      places.forEach((place) => tell(place, coarser));
+    } finally {
+      reading = false;
+    }
+  }
   const observer = new ResizeObserver((entries) => {
     for (const { target } of entries) target.plot?.setSize({ width: target.clientWidth, height: HEIGHT });
   });
   places.forEach((place) => observer.observe(place));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     places.forEach((place) => (place.names = ""));
-    all();
+    if (shown !== null) all();
   });
-  all();
-  setInterval(all, EVERY);
+  look().catch(() => {});
+  on("stats", () => look().catch(() => {}));
 }

@@ -14,6 +14,8 @@ let lost = null;
 let met = false; // it was live once
 let signedOut = false;
 
+export const isPaused = () => paused;
+
 export function on(event, handler) {
   handlers.push([event, handler]);
 }

@@ -223,6 +223,8 @@ function change(changes) {
 
 const each = (kind, name) => (thing) => row(kind, name(thing)).forEach((node) => fill(node, thing));
 
+const queue = (thing) => row("queue", thing.name).forEach((node) => (thing.gone ? node.remove() : fill(node, thing)));
+
 // The buttons of a new row are for it.
 function address(tr, id) {
   for (const form of tr.querySelectorAll("form")) {
@@ -307,6 +309,10 @@ function troubles({ name, gone }) {
 const paces = new Map();
 function pace(stage) {
   const name = `${JSON.stringify(stage.entity)} ${JSON.stringify(stage.stage)}`;
+  if (stage.gone) {
+    paces.delete(name);
+    return row("stage", name).forEach((node) => node.remove());
+  }
   const last = paces.get(name);
   const at = Date.now();
   const rate = last && at > last.at ? Math.round(((stage.done - last.done) * 1000) / (at - last.at)) : undefined;
@@ -315,7 +321,7 @@ function pace(stage) {
 }
 
 on("job", job);
-on("queue", each("queue", (queue) => queue.name));
+on("queue", queue);
 on("worker", worker);
 on("supervisor", supervisor);
 on("stage", pace);
@@ -346,8 +352,14 @@ function everybody({ workers, supervisors }) {
 async function refresh() {
   const reads = [];
   if (document.querySelector("[data-stat]") !== null) reads.push(ask("overview").then(stats));
-  if (document.querySelector("[data-queue]") !== null && page !== "insights") {
-    reads.push(ask("queues").then(({ queues }) => queues.forEach(each("queue", (queue) => queue.name))));
+  if (document.querySelector("[data-queue]") !== null) {
+    reads.push(ask("queues").then(({ queues }) => {
+      const there = new Set(queues.map(({ name }) => name));
+      for (const { dataset } of document.querySelectorAll("[data-queue]")) {
+        if (!there.has(dataset.queue)) queue({ name: dataset.queue, gone: true });
+      }
+      queues.forEach(queue);
+    }));
   }
   if (one !== null) reads.push(read());
   if (news !== null) reads.push(ask("jobs?limit=12").then((list) => list.jobs.reverse().forEach(tell)));

@@ -15,7 +15,9 @@ use base64::Engine as _;
 use base64::prelude::BASE64_URL_SAFE_NO_PAD;
 use sha2::{Digest as _, Sha256};
 use tokio::sync::{Mutex, Semaphore, mpsc};
-use vedetta_access::{Access, AccessError, Entry, Identity, Proof, Role, Secret, Throttle};
+use vedetta_access::{
+    Access, AccessError, Area, Entry, Identity, Proof, Role, Scope, Secret, Throttle,
+};
 
 use crate::api::Route;
 use crate::error::ApiError;
@@ -45,11 +47,44 @@ impl Needs {
     }
 }
 
+/// Whose a route is among tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Within {
+    /// Those whose scope has the area.
+    Area(Area),
+    /// Every one: it tells who asks and what there is, and nothing of what is kept here.
+    Every,
+}
+
+/// Whose it is, by its declared path; nothing for a path that nobody thought of, and that a token with a scope is
+/// refused. A page is where its subject is.
+pub(crate) fn within(path: &str) -> Option<Within> {
+    let path = path.strip_prefix("/api/v1").unwrap_or(path);
+    let mut parts = path.trim_start_matches('/').split('/');
+    let area = match (parts.next()?, parts.nth(1)) {
+        // What takes jobs gets all that is in them.
+        ("queues", Some("take" | "wake")) | ("jobs" | "failed", _) => Area::Jobs,
+        ("queues", _) => Area::Queues,
+        ("workers" | "supervisors" | "commands", _) => Area::Workers,
+        ("stages", _) => Area::Stages,
+        ("watchers", _) => Area::Watchers,
+        ("kv" | "leases" | "watch" | "compact", _) => Area::Kv,
+        ("overview" | "stats" | "insights" | "metrics", _) => Area::Stats,
+        // The first page has jobs and queues and keys, and so has the stream.
+        ("events" | "", _) => Area::Events,
+        ("audit", _) => Area::Audit,
+        ("session" | "openapi.json" | "theme" | "logout", _) => return Some(Within::Every),
+        _ => return None,
+    };
+    Some(Within::Area(area))
+}
+
 /// What is declared of a route.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Rule {
     pub(crate) path: &'static str,
     pub(crate) needs: Needs,
+    pub(crate) within: Option<Within>,
     /// A parameter of the query that needs more, and that the audit log tells of.
     pub(crate) more: Option<(&'static str, Needs)>,
     /// What programs do all day, and the audit log does not tell.
@@ -67,6 +102,7 @@ impl Table {
             let rule = Rule {
                 path: route.path,
                 needs: route.needs,
+                within: within(route.path),
                 more: route.more,
                 is_work: route.is_work,
             };
@@ -100,6 +136,8 @@ pub(crate) struct Caller {
     /// A user, `token:NAME`, or `local` where nobody signs in.
     pub(crate) name: String,
     pub(crate) role: Role,
+    /// Where; all of it for everybody but some tokens.
+    pub(crate) scope: Scope,
     pub(crate) kind: Kind,
     /// Stands for many: whoever reaches the port, or all that the server started.
     pub(crate) is_many: bool,
@@ -121,13 +159,23 @@ impl Caller {
         needs.role().is_none_or(|role| self.role >= role)
     }
 
+    /// Whether a route is where they may be at all.
+    pub(crate) fn may_enter(&self, within: Option<Within>) -> bool {
+        match within {
+            Some(Within::Every) => true,
+            Some(Within::Area(area)) => self.scope.has(area),
+            None => self.scope == Scope::All,
+        }
+    }
+
     fn new(identity: Identity, csrf: Option<String>) -> Self {
         let (kind, name) = match identity.proof {
-            Proof::Session => (Kind::Session, identity.name),
+            Proof::Session => (Kind::Session, identity.name.clone()),
             Proof::Token | Proof::Lent => (Kind::Token, format!("token:{}", identity.name)),
         };
         let is_many = identity.proof == Proof::Lent;
-        Self { name, role: identity.role, kind, is_many, csrf, expires: identity.expires }
+        let Identity { role, scope, expires, .. } = identity;
+        Self { name, role, scope, kind, is_many, csrf, expires }
     }
 }
 
@@ -300,6 +348,7 @@ impl Door {
             return Ok(Some(Caller {
                 name: "local".into(),
                 role: Role::Admin,
+                scope: Scope::All,
                 kind: Kind::Local,
                 is_many: true,
                 csrf: Some(csrf(ours.unwrap_or(self.anyone.reveal()))),

@@ -377,7 +377,7 @@ pub(crate) fn routes() -> Vec<Route> {
         post(Operator, "/api/v1/workers/{id}/stop", workers::stop),
         post(Operator, "/api/v1/workers/{id}/pause", workers::pause),
         post(Operator, "/api/v1/workers/{id}/resume", workers::resume),
-        work(delete(Operator, "/api/v1/supervisors/{name}", workers::retire)),
+        delete(Operator, "/api/v1/supervisors/{name}", workers::retire),
         work(post(Operator, "/api/v1/supervisors/{name}/beat", workers::supervise)),
         get(Operator, "/api/v1/supervisors/{name}/wake", workers::wake_supervisor),
         get(Viewer, "/api/v1/commands/{id}", workers::command),
@@ -506,6 +506,7 @@ mod tests {
     use hyper_util::service::TowerToHyperService;
 
     use super::*;
+    use crate::access::{Within, within};
 
     /// The route of the API that does what a form does.
     fn counterpart(method: &str, path: &str) -> Option<(&'static str, String)> {
@@ -533,7 +534,28 @@ mod tests {
             let route = route.unwrap_or_else(|| panic!("{} has no {method} {path}", page.path));
             assert_eq!(page.needs, route.needs, "{} {}", page.method, page.path);
             assert_eq!(page.more, route.more, "{} {}", page.method, page.path);
+            // The first page shows more than numbers.
+            if page.path != "/" {
+                assert_eq!(within(page.path), within(route.path), "{}", page.path);
+            }
         }
+    }
+
+    #[test]
+    fn every_route_is_in_an_area_or_every_tokens() {
+        let mut every = Vec::new();
+        for route in [routes(), sign_in(), page::routes()].into_iter().flatten() {
+            match within(route.path) {
+                Some(Within::Every) => every.push(route.path),
+                Some(Within::Area(_)) => {}
+                // Nobody is asked who they are.
+                None => assert_eq!(route.needs, Anyone, "{} is in no area", route.path),
+            }
+        }
+        every.sort_unstable();
+        let known = ["/api/v1/openapi.json", "/api/v1/session", "/logout", "/theme"];
+        assert_eq!(every, known, "what tells nothing of what is kept here");
+        assert_eq!(within("/api/v1/planted"), None);
     }
 
     #[tokio::test]

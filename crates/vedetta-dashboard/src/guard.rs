@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  Host ─► no proxy in front, unless people sign in ─► of our own page or of a program ─► declared?
-//!                      handler ◄─ CSRF token ◄─ role ◄─ session or token ◄────────────────────┘
+//!              handler ◄─ CSRF token ◄─ scope ◄─ role ◄─ session or token ◄───────────────────┘
 //! ```
 //!
 //! The danger is a web page in the browser of somebody who may do more than it. It reaches us under a name
@@ -28,7 +28,7 @@ use futures_util::{StreamExt as _, stream};
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval_at};
 use vedetta_access::{Entry, Outcome, Role, same};
 
-use crate::access::{Caller, Door, Ends, Kind, Needs, Rule, Seat, Table, csrf};
+use crate::access::{Caller, Door, Ends, Kind, Needs, Rule, Seat, Table, Within, csrf};
 use crate::api::Context;
 use crate::error::ApiError;
 use crate::input::{encode, fields};
@@ -85,7 +85,7 @@ pub(crate) async fn check(State(guard): State<Guard>, request: Request, next: Ne
         Ok(Admitted { request, rule, caller, notes }) => {
             let response = next.run(request).await;
             let response = match &caller {
-                Some(caller) if is_stream(&response) => guard.hold(response, caller, proof),
+                Some(caller) if is_stream(&response) => guard.hold(response, &rule, caller, proof),
                 _ => response,
             };
             if let (true, Some(caller)) = (notes, &caller) {
@@ -138,6 +138,7 @@ struct Held {
     body: BodyDataStream,
     door: Arc<Door>,
     caller: Caller,
+    within: Option<Within>,
     proof: HeaderMap,
     again: Interval,
     _seat: Seat,
@@ -156,12 +157,12 @@ impl Held {
         }
     }
 
-    /// Whether who listens is who they were, and may do no less. Where that cannot be told they come back, and hear why.
+    /// Whether who listens is who they were, may do no less, and still may be here. Where that cannot be told they
+    /// come back, and hear why.
     fn may_go_on(&self) -> bool {
-        let now = self.door.listener(&self.proof);
-        now.is_ok_and(|now| {
-            now.is_some_and(|now| now.name == self.caller.name && now.role >= self.caller.role)
-        })
+        let Ok(Some(now)) = self.door.listener(&self.proof) else { return false };
+        let is_same = now.name == self.caller.name && now.role >= self.caller.role;
+        is_same && now.may_enter(self.within)
     }
 }
 
@@ -253,9 +254,22 @@ fn stranger(error: ApiError) -> Refused {
     Refused { error, who: Some((None, "")) }
 }
 
+fn out_of_scope(caller: &Caller, within: Option<Within>) -> ApiError {
+    let missing = match within {
+        Some(Within::Area(area)) => area.word(),
+        _ => "all",
+    };
+    let message = format!("this needs the scope {missing}");
+    let hint = format!(
+        "{} has the scope {}; `vedetta token scope` gives it another",
+        caller.name, caller.scope
+    );
+    ApiError::new(StatusCode::FORBIDDEN, "out_of_scope", message).hint(hint)
+}
+
 impl Guard {
     /// The stream, for as long as its listener may have it; refused if they have too many.
-    fn hold(&self, response: Response, caller: &Caller, proof: HeaderMap) -> Response {
+    fn hold(&self, response: Response, rule: &Rule, caller: &Caller, proof: HeaderMap) -> Response {
         let Context { door, limits, .. } = &self.context;
         let most = if caller.is_many { limits.shared_streams() } else { limits.streams };
         let Some(seat) = door.streams.seat(&caller.name, most) else {
@@ -272,6 +286,7 @@ impl Guard {
             body: body.into_data_stream(),
             door: Arc::clone(door),
             caller: caller.clone(),
+            within: rule.within,
             proof,
             again,
             _seat: seat,
@@ -334,6 +349,11 @@ impl Guard {
             let least = needs.role().map_or("", Role::word);
             let error = ApiError::forbidden(format!("this needs the role {least}"))
                 .hint(format!("{} has the role {}", caller.name, caller.role));
+            let who = Some((Some(caller.name.clone()), rule.path));
+            return Err(Box::new(Refused { error, who }));
+        }
+        if let Some(caller) = caller.as_ref().filter(|caller| !caller.may_enter(rule.within)) {
+            let error = out_of_scope(caller, rule.within);
             let who = Some((Some(caller.name.clone()), rule.path));
             return Err(Box::new(Refused { error, who }));
         }

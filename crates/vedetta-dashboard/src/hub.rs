@@ -499,6 +499,9 @@ impl Look<'_> {
             self.look_at_jobs(observed, is_full).await;
         }
         let mut rows: BTreeMap<(Topic, String), Value> = BTreeMap::new();
+        // Also those that there is no room for; of what could be read, since what could not is not gone.
+        let mut there: BTreeSet<(Topic, String)> = BTreeSet::new();
+        let mut read = vec![Topic::Watcher, Topic::Supervisor];
         let mut overview = None;
         let live = &self.context.live;
         let workers = live.workers();
@@ -508,13 +511,13 @@ impl Look<'_> {
             observed.counted(&counts);
             let queues = live.with_rates(counts, &workers);
             overview = Some(Overview::with(&self.context.store, live, &queues, &workers));
+            read.push(Topic::Queue);
+            there.extend(queues.iter().map(|queue| (Topic::Queue, queue.name.clone())));
             for queue in queues.into_iter().take(ROWS) {
                 let name = queue.name.clone();
                 rows.insert((Topic::Queue, name), json!(queue));
             }
         }
-        // Also those that there is no room for.
-        let mut there: BTreeSet<(Topic, String)> = BTreeSet::new();
         let watchers = watchers::rows(self.context);
         let watcher = |row: &Value| (Topic::Watcher, row["name"].to_string());
         there.extend(watchers.iter().map(watcher));
@@ -525,10 +528,14 @@ impl Look<'_> {
             rows.insert((Topic::Supervisor, name), supervisor);
         }
         if is_full {
-            for stage in stages::rows(self.context).await.into_iter().take(ROWS) {
-                let name = format!("{} {}", stage["entity"], stage["stage"]);
-                rows.insert((Topic::Stage, name), stage);
+            if let Ok(stages) = stages::listed(self.context).await {
+                let stage =
+                    |row: &Value| (Topic::Stage, format!("{} {}", row["entity"], row["stage"]));
+                read.push(Topic::Stage);
+                there.extend(stages.iter().map(stage));
+                rows.extend(stages.into_iter().take(ROWS).map(|row| (stage(&row), row)));
             }
+            read.push(Topic::Worker);
             there.extend(workers.iter().map(|worker| (Topic::Worker, worker.id.clone())));
             for worker in workers.into_iter().take(ROWS) {
                 rows.insert((Topic::Worker, worker.id.clone()), json!(worker));
@@ -538,16 +545,17 @@ impl Look<'_> {
             }
         }
         let known = self.known.get_or_insert_default();
-        // What another process told of goes with it; workers are not looked at each time.
         known.retain(|place, row| {
-            let by = match place.0 {
-                Topic::Watcher | Topic::Supervisor => "name",
-                Topic::Worker if is_full => "id",
-                _ => return true,
-            };
-            let is_there = there.contains(place);
+            let is_there = !read.contains(&place.0) || there.contains(place);
             if !is_there {
-                hub.tell(place.0, &json!({ by: row[by], "gone": true }));
+                let by = match place.0 {
+                    Topic::Worker => &["id"][..],
+                    Topic::Stage => &["entity", "stage"],
+                    _ => &["name"],
+                };
+                let mut told = json!({ "gone": true });
+                by.iter().for_each(|by| told[by] = row[by].clone());
+                hub.tell(place.0, &told);
             }
             is_there
         });

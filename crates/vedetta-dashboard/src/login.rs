@@ -10,7 +10,7 @@ use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use maud::{DOCTYPE, html as markup};
 use serde::Serialize;
-use vedetta_access::{Entry, Outcome, Role, Secret};
+use vedetta_access::{Entry, Outcome, Role, Scope, Secret};
 
 use crate::access::{Caller, Ends, Kind, csrf};
 use crate::api::Context;
@@ -184,6 +184,7 @@ pub(crate) async fn sign_out(
 pub(crate) struct Who {
     name: String,
     role: Role,
+    scope: Scope,
     /// `local`, `session` or `token`.
     by: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -200,7 +201,8 @@ pub(crate) async fn session(caller: Caller, query: Query) -> Result<Json<Who>, A
         Kind::Token => "token",
     };
     let expires_at = caller.expires.map(stamp);
-    Ok(Json(Who { name: caller.name, role: caller.role, by, csrf: caller.csrf, expires_at }))
+    let Caller { name, role, scope, csrf, .. } = caller;
+    Ok(Json(Who { name, role, scope, by, csrf, expires_at }))
 }
 
 #[cfg(test)]

@@ -256,7 +256,7 @@ impl Observed {
 
     pub(crate) fn read(&self, span: Span, only: Option<&str>) -> Read {
         let second = self.second();
-        self.book.lock().stats.read(span, second, only)
+        self.book.lock().stats.read(span, second, self.started.1, only)
     }
 
     /// For how long it has been counting.

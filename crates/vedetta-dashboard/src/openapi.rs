@@ -9,8 +9,9 @@ use axum::http::header;
 use axum::response::{IntoResponse as _, Response};
 use bytes::Bytes;
 use serde_json::{Map, Value, json};
-use vedetta_access::Role;
+use vedetta_access::{Area, Role};
 
+use crate::access::{Within, within};
 use crate::api::{Route, routes};
 
 /// One method of one path.
@@ -475,6 +476,9 @@ impl Operation {
                 json!([{ "token": [] }, { "session": [] }])
             }
         };
+        if let Some(Within::Area(area)) = within(route.path) {
+            described["x-scope"] = area.word().into();
+        }
         if let Some((parameter, needs)) = route.more {
             let role = needs.role().map(Role::word);
             described["x-role-with"] = json!({ parameter: role });
@@ -1054,7 +1058,13 @@ fn fleet() -> Schemas {
                     "stopping",
                 ]),
             ),
-            ("last_exit?", said(text(), "how its last worker that failed ended")),
+            (
+                "last_exit?",
+                said(
+                    text(),
+                    "how its last worker that failed ended, or why it could not look at them",
+                ),
+            ),
             ("stderr?", said(text(), "the last that one wrote")),
         ]);
         more
@@ -1160,6 +1170,7 @@ fn general() -> Schemas {
             answer(&[
                 ("from", said(whole(), "when the first step began, in milliseconds since 1970")),
                 ("step_ms", whole()),
+                ("since", said(whole(), "since when it is counted, in milliseconds since 1970")),
                 ("all", one("Points")),
                 ("queues", json!({ "type": "object", "additionalProperties": one("Points") })),
             ]),
@@ -1197,12 +1208,14 @@ fn access() -> Schemas {
             answer(&[
                 ("name", text()),
                 ("role", one("Role")),
+                ("scope", list(&one("Scope"))),
                 ("by", words(&["local", "session", "token"])),
                 ("csrf?", said(text(), "to send as X-Vedetta-CSRF")),
                 ("expires_at?", time()),
             ]),
         ),
         ("Role", words(&["viewer", "operator", "admin"])),
+        ("Scope", words(&[&["all"], &Area::ALL.map(Area::word)[..]].concat())),
         ("Audit", answer(&[("entries", list(&one("AuditEntry"))), ("cursor?", text())])),
         (
             "AuditEntry",

@@ -149,11 +149,6 @@ pub(crate) async fn listed(context: &Context) -> Result<Vec<serde_json::Value>, 
     Ok(lanes.into_iter().map(|lane| serde_json::json!(Stage::from(lane))).collect())
 }
 
-/// The same; none if they cannot be read now.
-pub(crate) async fn rows(context: &Context) -> Vec<serde_json::Value> {
-    listed(context).await.unwrap_or_default()
-}
-
 /// The first records of a stage that were set aside.
 pub(crate) async fn parked(
     context: &Context,

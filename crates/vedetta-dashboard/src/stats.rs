@@ -283,7 +283,7 @@ impl Stats {
     }
 
     /// The series of all queues together and of each, or of one alone.
-    pub(crate) fn read(&self, span: Span, now: u64, only: Option<&str>) -> Read {
+    pub(crate) fn read(&self, span: Span, now: u64, since: u64, only: Option<&str>) -> Read {
         let points = usize::try_from(span.range / span.step).unwrap_or(1);
         let first = (now / span.step + 1).saturating_sub(points as u64) * span.step;
         let mut all = vec![Cell::default(); points];
@@ -303,7 +303,8 @@ impl Stats {
             all.iter_mut().zip(&cells).for_each(|(all, cell)| all.beside(cell));
             queues.insert(name.clone(), Points::of(&cells));
         }
-        Read { from: first * 1000, step_ms: span.step * 1000, all: Points::of(&all), queues }
+        let (from, step_ms) = (first * 1000, span.step * 1000);
+        Read { from, step_ms, since, all: Points::of(&all), queues }
     }
 }
 
@@ -359,6 +360,8 @@ pub(crate) struct Read {
     /// When the first step began, in milliseconds since 1970.
     pub(crate) from: u64,
     pub(crate) step_ms: u64,
+    /// Since when there is anything to tell, in milliseconds since 1970.
+    pub(crate) since: u64,
     pub(crate) all: Points,
     pub(crate) queues: BTreeMap<String, Points>,
 }
@@ -414,7 +417,7 @@ mod tests {
         {
             stats.ended("a", 60_000 + second, how, count);
         }
-        let fine = stats.read(span(5, 1), 60_602, None);
+        let fine = stats.read(span(5, 1), 60_602, 0, None);
         assert_eq!((fine.from, fine.step_ms), (60_598_000, 1000));
         assert_eq!(fine.all.done, [0, 0, 2, 1, 0]);
         assert_eq!(fine.all.failed, [0, 0, 0, 1, 0]);
@@ -422,7 +425,7 @@ mod tests {
         assert_eq!(stats.last_minute(Some("a"), 60_660), (1, 1), "the first second is out of it");
         assert_eq!(stats.last_minute(Some("b"), 60_601), (0, 0));
         stats.ended("a", 60_725, Ended::Done, 5);
-        let coarse = stats.read(span(2 * HOUR, 60), 60_725, None);
+        let coarse = stats.read(span(2 * HOUR, 60), 60_725, 0, None);
         assert_eq!(coarse.all.done[117..], [3, 0, 5], "minutes 1010, 1011 and 1012");
         assert_eq!((stats.totals["a"].done, stats.totals["a"].failed), (8, 1));
     }
@@ -435,10 +438,10 @@ mod tests {
         stats.holds("a", 101, depth(9, 400));
         stats.holds("b", 101, depth(1, 700));
         stats.holds("b", 102, Depth::default());
-        let read = stats.read(span(10, 10), 109, None);
+        let read = stats.read(span(10, 10), 109, 0, None);
         assert_eq!((&read.all.ready[..], &read.all.running[..]), (&[10][..], &[2][..]));
         assert_eq!((&read.all.oldest_ms[..], &read.queues["a"].ready[..]), (&[700][..], &[9][..]));
-        assert_eq!(stats.read(span(10, 10), 109, Some("b")).all.ready, [1]);
+        assert_eq!(stats.read(span(10, 10), 109, 0, Some("b")).all.ready, [1]);
     }
 
     #[test]
@@ -474,7 +477,7 @@ mod tests {
         }
         assert_eq!((stats.series.len(), stats.totals.len()), (SERIES + 1, TOTALS + 1));
         assert_eq!(stats.totals[OTHER].done, 400);
-        assert_eq!(stats.read(span(60, 60), 10, None).all.done.iter().sum::<u32>(), 500);
+        assert_eq!(stats.read(span(60, 60), 10, 0, None).all.done.iter().sum::<u32>(), 500);
         for second in 0..10_000 {
             stats.ended("q000", 100 + second, Ended::Done, 1);
         }

@@ -12,7 +12,7 @@
 //! After a start, those who were there before count as just seen: they get the time to say so again before
 //! anybody replaces them.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::error::Error;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -25,7 +25,7 @@ use tokio_util::task::AbortOnDropHandle;
 use vedetta_core::explain;
 use vedetta_jobs::{JobsError, Ledger, check_name};
 
-use crate::bus::{Bus, BusError, CommandId, Order, Taken, Target, Wake};
+use crate::bus::{Bus, BusError, CommandId, Order, State, Taken, Target, Wake};
 use crate::host::{host_name, is_gone, now_ms};
 use crate::roster::{Roster, RosterError, Status, SupervisorRecord, WorkerRecord};
 use crate::wire::{
@@ -45,6 +45,8 @@ const MOST: usize = 10_000;
 const MOST_NAMES: usize = 1_000;
 /// Commands whose end the bus was not told yet.
 const MOST_UNTOLD: usize = 1_000;
+/// Commands whose time is kept here; of the oldest beyond that it is the bus's alone.
+const MOST_PUT: usize = 10_000;
 /// The longest name of a host or a version.
 const LONGEST: usize = 255;
 /// The longest id of a command; ours are shorter.
@@ -127,6 +129,8 @@ struct Book {
     supervisors: BTreeMap<String, Boss>,
     /// The bus could not be told that these were obeyed.
     untold: Vec<CommandId>,
+    /// What was put here and not handed out here, and until when it may be: the clock of a bus may be set back.
+    put: VecDeque<(CommandId, Instant)>,
 }
 
 /// A worker.
@@ -150,6 +154,8 @@ struct Boss {
     /// The same, as it is on the disk.
     kept: bool,
     seen: Instant,
+    /// When the next of its name last said that it begins, and could not yet.
+    heir: Option<Instant>,
     line: Line,
 }
 
@@ -482,7 +488,7 @@ impl Fleet {
                 )));
             }
         }
-        Ok(self.desk.bus.put(&Target::worker(id), order, ttl).await?.into())
+        self.desk.put(&Target::worker(id), order, ttl).await
     }
 
     /// Has a supervisor start workers of a queue.
@@ -498,7 +504,7 @@ impl Fleet {
         }
         let name = self.desk.starter(queue, count)?;
         let order = Order::Start { queue: queue.to_owned(), count };
-        Ok(self.desk.bus.put(&Target::supervisor(&name), &order, ttl).await?.into())
+        self.desk.put(&Target::supervisor(&name), &order, ttl).await
     }
 
     /// Has every supervisor replace its workers, one at a time.
@@ -540,7 +546,7 @@ impl Fleet {
     ) -> Result<Vec<CommandInfo>, FleetError> {
         let mut put = Vec::new();
         for (target, order) in orders.collect::<Vec<_>>() {
-            put.push(self.desk.bus.put(&target, &order, ttl).await?.into());
+            put.push(self.desk.put(&target, &order, ttl).await?);
         }
         Ok(put)
     }
@@ -591,6 +597,15 @@ impl Book {
             ("worker", id) => self.workers.get_mut(id).map(|entry| &mut entry.line),
             (_, name) => self.supervisors.get_mut(name).map(|boss| &mut boss.line),
         }
+    }
+
+    /// What was put here is not handed out after its time, whatever the bus makes of it.
+    fn in_time(&mut self, mut taken: Taken) -> Option<Taken> {
+        let at = self.put.iter().position(|(id, _)| *id == taken.id);
+        if let Some((_, end)) = at.and_then(|at| self.put.remove(at)) {
+            taken.left = taken.left.min(end.saturating_duration_since(Instant::now()));
+        }
+        (taken.left > Duration::ZERO).then_some(taken)
     }
 
     fn ring(&mut self, target: &Target) {
@@ -672,10 +687,15 @@ impl Desk {
             halted: false,
             kept: false,
             seen: Instant::now(),
+            heir: None,
             line: Line::default(),
         });
         let other = boss.report.as_ref().filter(|old| old.instance != report.instance);
         if other.is_some() && boss.seen.elapsed() <= silent {
+            if report.state == Mood::Starting {
+                // It may be the same one after a restart: its workers wait for it.
+                boss.heir = Some(Instant::now());
+            }
             return Err(FleetError::Conflict(format!(
                 "another process is the supervisor {name:?}: give this one another name"
             )));
@@ -698,7 +718,8 @@ impl Desk {
     /// How long ago a supervisor was there, as far as we can know: nobody is missed before we were there.
     fn boss_seen(&self, name: &str) -> Duration {
         let book = self.book.lock();
-        let seen = book.supervisors.get(name).map(|boss| boss.seen.elapsed());
+        let seen = book.supervisors.get(name).map(|boss| boss.heir.max(Some(boss.seen)));
+        let seen = seen.flatten().map(|seen| seen.elapsed());
         seen.unwrap_or(Duration::MAX).min(self.opened.elapsed())
     }
 
@@ -791,6 +812,26 @@ impl Desk {
         changed.len()
     }
 
+    /// Has a command wait.
+    async fn put(
+        &self,
+        target: &Target,
+        order: &Order,
+        ttl: Duration,
+    ) -> Result<CommandInfo, FleetError> {
+        // From before it is there: nobody is to have it for longer.
+        let end = Instant::now().checked_add(ttl);
+        let record = self.bus.put(target, order, ttl).await?;
+        if let (State::Requested, Some(end)) = (record.state, end) {
+            let mut book = self.book.lock();
+            if book.put.len() >= MOST_PUT {
+                book.put.pop_front();
+            }
+            book.put.push_back((record.id.clone(), end));
+        }
+        Ok(record.into())
+    }
+
     /// What waits for somebody, if there may be something.
     async fn take(&self, target: &Target) -> Vec<Handed> {
         {
@@ -799,7 +840,10 @@ impl Desk {
             line.hint = false;
         }
         match self.bus.take(target).await {
-            Ok(taken) => taken.into_iter().map(handed).collect(),
+            Ok(taken) => {
+                let mut book = self.book.lock();
+                taken.into_iter().filter_map(|taken| book.in_time(taken)).map(handed).collect()
+            }
             Err(error) => {
                 tracing::warn!(error = explain(&error), "commands wait: the bus is away");
                 if let Some(line) = self.book.lock().line(target) {
@@ -963,6 +1007,7 @@ impl Desk {
                 halted: record.halted,
                 kept: record.halted,
                 seen,
+                heir: None,
                 line: Line::default(),
             });
             // What it says here is newer; if it says nothing, what it was told is there.

@@ -1,10 +1,15 @@
 //! Keeps workers: as many as there should be, none that is dead or silent, none too much.
 //!
 //! ```text
-//!  beat ──► server: commands, workers, depths ──► plan: what should be ──► steps ──► processes
-//!    ▲                                                                                  │
-//!    └──────────── ended, with how and the last of stderr ◄─────────────────────────────┘
+//!  command ─┐                      a look
+//!  time ────┼─► Runner, one key ──► beat ──► plan: what should be ──► steps ──► processes
+//!  end ─────┘      ▲  │ it failed: again, later                                    │
+//!   ▲              └──┘                                                            │
+//!   └───────────── ended, with how and the last of stderr ◄────────────────────────┘
 //! ```
+//!
+//! A look is a run of the [`Runner`]: offers made meanwhile become one more look, and one that panics or takes
+//! too long is a look that failed. What it knows and the children it has are `Staff`, which outlives that.
 //!
 //! Workers are processes of their own, and no fault of this one ends them: after a restart those that still
 //! beat under its name are adopted. What ends or falls silent again and again soon after its start is started
@@ -17,17 +22,21 @@ mod plan;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::StreamExt as _;
+use futures_util::stream::FuturesUnordered;
 use parking_lot::Mutex;
 use tokio::sync::{Notify, mpsc};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
-use vedetta_core::{Backoff, Moment, explain};
+use vedetta_core::{Backoff, Failure, Moment, Slot, Tries, explain};
+use vedetta_runtime::{Ended as Run, Limits, Outcome, Runner};
 
 use crate::bus::{CommandId, Order, TTL, Target};
 use crate::control::{Control, ControlError};
@@ -49,7 +58,7 @@ const TO_START: Duration = Duration::from_secs(30);
 const STABLE: Duration = Duration::from_secs(5);
 /// After so many failures in a row it is shown that something is wrong.
 const CRASH_LOOP: u32 = 5;
-/// An answer that takes longer does not come.
+/// A look that takes longer is dropped where it waits: an answer does not come.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// How a worker ended that gave no sign of life.
 const SILENT: &str = "it was silent and killed";
@@ -57,6 +66,10 @@ const SILENT: &str = "it was silent and killed";
 const EXITS: usize = 64;
 const RESTART: Backoff =
     Backoff { first: Duration::from_millis(200), most: Duration::from_secs(10), jitter: 0.2 };
+/// After a look that failed.
+const AGAIN: Backoff = Backoff { first: Duration::from_millis(100), most: LOOK, jitter: 0.2 };
+/// What the runner runs. One key, as every decision is about all workers at once.
+const ALL: Slot = Slot(0);
 
 /// What a supervisor keeps.
 #[derive(Debug, Clone)]
@@ -139,11 +152,13 @@ impl Supervisor {
         let (stop, grace) = (CancellationToken::new(), Arc::new(Mutex::new(Duration::MAX)));
         let name = self.name.clone();
         let (tell, exits) = mpsc::channel(EXITS);
-        let task = Task {
+        let bell = Arc::new(Notify::new());
+        let staff = Staff {
             hands: BTreeMap::new(),
             children: JoinSet::new(),
             tell,
-            exits: Vec::new(),
+            bell: Arc::clone(&bell),
+            exits,
             scale: Scale::default(),
             base: None,
             extras: Vec::new(),
@@ -160,10 +175,18 @@ impl Supervisor {
             period: LOOK,
             began: Instant::now(),
             instance: format!("{:016x}", fastrand::u64(..)),
-            trouble: false,
             of: self,
         };
-        let task = tokio::spawn(task.run(exits, stop.clone(), Arc::clone(&grace)));
+        let limits = Limits { capacity: NonZeroU32::MIN, timeout: Some(PATIENCE) };
+        let task = Task {
+            name: name.clone(),
+            runner: Runner::new(limits),
+            tries: Tries::default(),
+            _listening: staff.listen(),
+            staff: Arc::new(tokio::sync::Mutex::new(staff)),
+            bell,
+        };
+        let task = tokio::spawn(task.run(stop.clone(), Arc::clone(&grace)));
         Supervising { name, task: Some(task), stop, grace }
     }
 }
@@ -201,13 +224,93 @@ enum Leaving {
     },
 }
 
+/// Has the runner look whenever there is a reason to.
 struct Task {
+    name: String,
+    runner: Runner<Instant>,
+    tries: Tries,
+    /// A look has it while it runs, and what it knew is there for the next one however it ended.
+    staff: Arc<tokio::sync::Mutex<Staff>>,
+    bell: Arc<Notify>,
+    _listening: AbortOnDropHandle<()>,
+}
+
+impl Task {
+    async fn run(mut self, stop: CancellationToken, grace: Arc<Mutex<Duration>>) -> usize {
+        self.runner.offer(ALL, self.runner.now());
+        loop {
+            let staff = &self.staff;
+            let look = |_| {
+                let staff = Arc::clone(staff);
+                Some(async move { staff.lock().await.look().await })
+            };
+            self.runner.start_due(look, |_| 1);
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => break,
+                () = self.bell.notified() => {
+                    self.runner.offer(ALL, self.tries.earliest(self.runner.now()));
+                }
+                ended = self.runner.next() => if let Some(look) = ended {
+                    self.ended(look).await;
+                },
+            }
+        }
+        let end = Instant::now().checked_add(*grace.lock());
+        // What a look that runs has begun it finishes, if it can.
+        self.runner.pause(true);
+        if self.runner.running() > 0 {
+            let look = self.runner.next();
+            tokio::select! {
+                _ = look => {}
+                () = until(end) => self.runner.abort(),
+            }
+        }
+        self.staff.lock().await.drain(end).await
+    }
+
+    async fn ended(&mut self, look: Run<Instant>) {
+        let now = self.runner.now();
+        match look.outcome {
+            Outcome::Done(next) => {
+                self.tries.succeeded();
+                let wait = next.saturating_duration_since(Instant::now());
+                self.runner.offer(ALL, now + wait);
+            }
+            Outcome::Failed(why) => {
+                let supervisor = &self.name;
+                if self.tries.failures() == 0 {
+                    tracing::warn!(supervisor, error = %why, "a look failed; trying again");
+                }
+                self.runner.reschedule(ALL, self.tries.failed(now, &AGAIN, fastrand::f64()));
+                // That the server did not answer is nothing that it could show.
+                if !matches!(why, Failure::Error(_)) {
+                    let why = format!("a look at the workers failed: {why}");
+                    self.staff.lock().await.last = Some((why, String::new()));
+                }
+            }
+            Outcome::Cancelled => {}
+        }
+    }
+}
+
+/// Then, if ever.
+async fn until(end: Option<Instant>) {
+    match end {
+        Some(end) => sleep_until(end).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// What a supervisor knows, and its children. Whatever a look was at when it was dropped, the next one goes on from it.
+struct Staff {
     of: Supervisor,
     hands: BTreeMap<String, Kept>,
     children: JoinSet<()>,
     tell: mpsc::Sender<(String, Exit)>,
+    bell: Arc<Notify>,
     /// Ends to be looked at when it is known what they said last.
-    exits: Vec<(String, Exit)>,
+    exits: mpsc::Receiver<(String, Exit)>,
     scale: Scale,
     /// How many take all queues, where that is not decided by load; nothing before the first look.
     base: Option<u32>,
@@ -232,37 +335,12 @@ struct Task {
     period: Duration,
     began: Instant,
     instance: String,
-    trouble: bool,
 }
 
-impl Task {
-    async fn run(
-        mut self,
-        mut exits: mpsc::Receiver<(String, Exit)>,
-        stop: CancellationToken,
-        grace: Arc<Mutex<Duration>>,
-    ) -> usize {
-        let bell = Arc::new(Notify::new());
-        let _listening = self.listen(Arc::clone(&bell));
-        loop {
-            let next = self.look().await;
-            tokio::select! {
-                biased;
-                () = stop.cancelled() => break,
-                Some(exit) = exits.recv() => self.exits.push(exit),
-                () = bell.notified() => {}
-                () = sleep_until(next) => {}
-            }
-            while let Ok(exit) = exits.try_recv() {
-                self.exits.push(exit);
-            }
-        }
-        let grace = *grace.lock();
-        self.drain(exits, grace).await
-    }
-
-    fn listen(&self, bell: Arc<Notify>) -> AbortOnDropHandle<()> {
+impl Staff {
+    fn listen(&self) -> AbortOnDropHandle<()> {
         let (control, target) = (Arc::clone(&self.of.control), Target::supervisor(&self.of.name));
+        let bell = Arc::clone(&self.bell);
         AbortOnDropHandle::new(tokio::spawn(async move {
             loop {
                 let _ = control.listen(&target, &|| bell.notify_one()).await;
@@ -272,13 +350,17 @@ impl Task {
     }
 
     /// One look at what is there, and what is to be done about it. When to look next.
-    async fn look(&mut self) -> Instant {
+    async fn look(&mut self) -> Result<Instant, Failure> {
         let next = Instant::now() + self.period;
-        let Some((told, asked)) = self.report().await else { return next };
+        let exits = self.exits.len();
+        let told = self.report().await;
+        let (told, asked) = told.map_err(|error| Failure::Error(explain(&error)))?;
         self.remember(told.halted);
         self.observe(told.workers);
-        for (id, exit) in std::mem::take(&mut self.exits) {
-            self.exited(&id, exit);
+        for _ in 0..exits {
+            if let Ok((id, exit)) = self.exits.try_recv() {
+                self.exited(&id, exit);
+            }
         }
         self.obey(told.commands, asked);
         let posts = self.posts();
@@ -289,23 +371,25 @@ impl Task {
             _ => 1,
         };
         let hands: Vec<Hand> = self.hands.iter().map(|(id, kept)| self.hand(id, kept)).collect();
-        for step in plan::steps(&posts, &hands, starts) {
+        let mut stops = Vec::new();
+        for step in plan::steps(&posts, &hands, self.of.settings.max, starts) {
             match step {
                 // After a failure just now it is too early.
                 Step::Start(queues) if Instant::now() >= self.start_at => self.hire(queues),
                 Step::Start(_) => {}
-                Step::Stop(id) => self.dismiss(&id).await,
+                Step::Stop(id) => stops.push(id),
                 Step::Kill(id) => self.give_up(&id),
             }
         }
         if self.failures > 0 && self.is_well() {
             self.failures = 0;
         }
+        self.dismiss(stops).await;
         // What was done is told at once.
         if !self.done.is_empty() {
-            return Instant::now();
+            return Ok(Instant::now());
         }
-        if Instant::now() < self.start_at { next.min(self.start_at) } else { next }
+        Ok(if Instant::now() < self.start_at { next.min(self.start_at) } else { next })
     }
 
     /// Whether the last failure is over. Those that were started since then show it; without any, the others.
@@ -317,7 +401,7 @@ impl Task {
     }
 
     /// Says how it is, and hears what there is to know.
-    async fn report(&mut self) -> Option<(Told, Instant)> {
+    async fn report(&mut self) -> Result<(Told, Instant), ControlError> {
         let Settings { queues, balance, min, max, .. } = &self.of.settings;
         let wanted = self.posts_now().values().sum();
         let report = Report {
@@ -338,37 +422,18 @@ impl Task {
             depths: *balance == Balance::Auto,
         };
         let asked = Instant::now();
-        let told = timeout(PATIENCE, self.of.control.supervise(&self.of.name, &report)).await;
-        let told = told.unwrap_or_else(|late| Err(ControlError::Unavailable(late.into())));
-        match told {
-            Ok(told) => {
-                self.trouble = false;
-                self.ended.drain(..report.ended.len());
-                self.done.drain(..report.done.len());
-                self.silent = Duration::from_millis(told.silent_ms);
-                self.period = Duration::from_millis(told.beat_ms).min(LOOK);
-                let load = |depth: &crate::wire::Depth| Load {
-                    ready: depth.ready,
-                    running: depth.running,
-                    oldest: Duration::from_millis(depth.oldest_ms.unwrap_or(0)),
-                };
-                self.loads =
-                    told.queues.iter().map(|depth| (depth.name.clone(), load(depth))).collect();
-                Some((told, asked))
-            }
-            Err(error) => {
-                if !self.trouble {
-                    let supervisor = &self.of.name;
-                    tracing::warn!(
-                        supervisor,
-                        error = explain(&error),
-                        "the server does not help; trying again"
-                    );
-                }
-                self.trouble = true;
-                None
-            }
-        }
+        let told = self.of.control.supervise(&self.of.name, &report).await?;
+        self.ended.drain(..report.ended.len());
+        self.done.drain(..report.done.len());
+        self.silent = Duration::from_millis(told.silent_ms);
+        self.period = Duration::from_millis(told.beat_ms).min(LOOK);
+        let load = |depth: &crate::wire::Depth| Load {
+            ready: depth.ready,
+            running: depth.running,
+            oldest: Duration::from_millis(depth.oldest_ms.unwrap_or(0)),
+        };
+        self.loads = told.queues.iter().map(|depth| (depth.name.clone(), load(depth))).collect();
+        Ok((told, asked))
     }
 
     fn mood(&self) -> Mood {
@@ -611,6 +676,7 @@ impl Task {
             queues: kept.queues.clone(),
             stage,
             is_old: kept.generation != self.generation,
+            is_busy: kept.info.as_ref().is_some_and(|info| info.slots.used > 0),
         }
     }
 
@@ -630,8 +696,12 @@ impl Task {
                     ?queues,
                     "started a worker"
                 );
-                let tell = self.tell.clone();
-                self.children.spawn(child::watch(child, id.clone(), kill.clone(), tell));
+                let (tell, bell) = (self.tell.clone(), Arc::clone(&self.bell));
+                let watch = child::watch(child, id.clone(), kill.clone(), tell);
+                self.children.spawn(async move {
+                    watch.await;
+                    bell.notify_one();
+                });
                 let kept = Kept {
                     queues,
                     generation: self.generation,
@@ -649,15 +719,24 @@ impl Task {
         }
     }
 
-    /// Tells a worker to stop; one that never said anything does nothing, and is ended.
-    async fn dismiss(&mut self, id: &str) {
-        let Some(kept) = self.hands.get_mut(id) else { return };
-        if kept.info.is_none() {
-            return self.kill(id, false);
+    /// Tells workers to stop, all at once: an answer that does not come keeps nobody else from its own. One that
+    /// never said anything does nothing, and is ended.
+    async fn dismiss(&mut self, ids: Vec<String>) {
+        let mut told = FuturesUnordered::new();
+        for id in ids {
+            match self.hands.get(&id) {
+                Some(Kept { info: None, .. }) => self.kill(&id, false),
+                Some(_) => {
+                    let control = Arc::clone(&self.of.control);
+                    told.push(async move { (control.tell(&id, Order::Stop).await.is_ok(), id) });
+                }
+                None => {}
+            }
         }
-        let told = timeout(PATIENCE, self.of.control.tell(id, Order::Stop)).await;
-        if matches!(told, Ok(Ok(()))) {
-            kept.leaving = Leaving::Told(Instant::now());
+        while let Some((is_told, id)) = told.next().await {
+            if let Some(kept) = self.hands.get_mut(&id).filter(|_| is_told) {
+                kept.leaving = Leaving::Told(Instant::now());
+            }
         }
     }
 
@@ -735,45 +814,47 @@ impl Task {
     }
 
     /// Has all end, and kills those that do not in time. How many.
-    async fn drain(mut self, mut exits: mpsc::Receiver<(String, Exit)>, grace: Duration) -> usize {
-        let end = Instant::now().checked_add(grace);
+    async fn drain(&mut self, end: Option<Instant>) -> usize {
         while !self.done.is_empty() {
-            let Some((told, asked)) = self.report().await else { break };
+            let Ok(Ok((told, asked))) = timeout(PATIENCE, self.report()).await else { break };
             self.obey(told.commands, asked);
         }
         self.draining = true;
+        let patience = || {
+            let left = end.map(|end| end.saturating_duration_since(Instant::now()));
+            left.unwrap_or(PATIENCE).min(PATIENCE)
+        };
         let mut killed = 0;
         while !self.hands.is_empty() {
-            let ids: Vec<String> = self.hands.keys().cloned().collect();
             if end.is_some_and(|end| Instant::now() >= end) {
+                let ids: Vec<String> = self.hands.keys().cloned().collect();
                 killed += ids.len();
                 for id in &ids {
                     self.kill(id, false);
                 }
                 break;
             }
-            if let Some((told, _)) = self.report().await {
+            if let Ok(Ok((told, _))) = timeout(patience(), self.report()).await {
                 self.observe(told.workers);
             }
-            for id in ids {
-                if self.hands.get(&id).is_some_and(|kept| kept.leaving == Leaving::No) {
-                    self.dismiss(&id).await;
-                }
-            }
+            let stay = self.hands.iter().filter(|(_, kept)| kept.leaving == Leaving::No);
+            let stay = stay.map(|(id, _)| id.clone()).collect();
+            // Those that did not hear it are told again.
+            let _ = timeout(patience(), self.dismiss(stay)).await;
             let next = Instant::now() + self.period.min(Duration::from_millis(200));
             tokio::select! {
                 biased;
-                Some((id, exit)) = exits.recv() => self.exited(&id, exit),
+                Some((id, exit)) = self.exits.recv() => self.exited(&id, exit),
                 () = sleep_until(end.map_or(next, |end| next.min(end))) => {}
             }
         }
         // Nobody is left behind; not even as a process that nobody asked how it ended.
         while self.children.join_next().await.is_some() {
-            while let Ok((id, exit)) = exits.try_recv() {
+            while let Ok((id, exit)) = self.exits.try_recv() {
                 self.exited(&id, exit);
             }
         }
-        self.report().await;
+        let _ = timeout(PATIENCE, self.report()).await;
         let _ = timeout(PATIENCE, self.of.control.retire(&self.of.name)).await;
         killed
     }

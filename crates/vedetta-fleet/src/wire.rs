@@ -110,7 +110,7 @@ pub struct Report {
     pub wanted: u32,
     /// Whether it is well.
     pub state: Mood,
-    /// How its last worker that failed ended.
+    /// How its last worker that failed ended, or why it could not look at them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_exit: Option<String>,
     /// The last that one wrote to stderr.
@@ -274,7 +274,7 @@ pub struct ReportInfo {
     pub max: u32,
     /// As many as it wants now.
     pub wanted: u32,
-    /// How its last worker that failed ended.
+    /// How its last worker that failed ended, or why it could not look at them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_exit: Option<String>,
     /// The last that one wrote to stderr.

@@ -38,6 +38,20 @@ struct Server {
     /// When a worker was told to stop; the first such command is lost.
     stops: Mutex<Vec<Instant>>,
     frozen: Option<Frozen>,
+    /// What goes wrong next, and what it is that a supervisor asks for then.
+    faults: Mutex<VecDeque<(Asks, Fault)>>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Asks {
+    ForAll,
+    ForAStop,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Fault {
+    Panics,
+    Hangs,
 }
 
 /// Processes that give one sign of life and no other.
@@ -52,32 +66,43 @@ struct Frozen {
 impl Frozen {
     fn look(&self) -> Vec<WorkerInfo> {
         let mut since = self.since.lock();
-        for id in started(&self.program) {
-            since.entry(id).or_insert_with(Instant::now);
+        let there = started(&self.program);
+        for id in there.keys() {
+            since.entry(id.clone()).or_insert_with(Instant::now);
         }
         let info = |(id, since): (&String, &Instant)| {
             let seen = since.elapsed();
             let is_silent = seen >= self.silent;
-            let status = if is_silent { Status::Silent } else { Status::Running };
+            let status = match there.contains_key(id) {
+                false => Status::Stopped,
+                true if is_silent => Status::Silent,
+                true => Status::Running,
+            };
             WorkerInfo { seen_ms: u64::try_from(seen.as_millis()).unwrap(), ..worker(id, status) }
         };
         since.iter().map(info).collect()
     }
 }
 
-/// The ids of the processes of a program.
-fn started(program: &Path) -> Vec<String> {
-    let lines = fs::read_dir("/proc").unwrap().filter_map(|entry| {
-        let line = fs::read(entry.ok()?.path().join("cmdline")).ok()?;
-        String::from_utf8(line).ok()
-    });
-    let id = |line: String| {
+/// The processes of a program by the ids they were given.
+fn started(program: &Path) -> BTreeMap<String, String> {
+    let processes = fs::read_dir("/proc").unwrap().filter_map(|entry| {
+        let entry = entry.ok()?;
+        let line = String::from_utf8(fs::read(entry.path().join("cmdline")).ok()?).ok()?;
         let words: Vec<&str> = line.split('\0').collect();
         let is_it = words.iter().any(|word| Path::new(word) == program);
         let at = words.iter().position(|word| *word == "--id").filter(|_| is_it)?;
-        Some(words[at + 1].to_owned())
-    };
-    lines.filter_map(id).collect()
+        Some((words[at + 1].to_owned(), entry.file_name().into_string().ok()?))
+    });
+    processes.collect()
+}
+
+/// A program that does nothing, and does not end by itself.
+fn idle_program(folder: &TempDir) -> PathBuf {
+    let program = folder.path().join("worker");
+    fs::write(&program, "#!/bin/sh\nkill -STOP $$\n").unwrap();
+    fs::set_permissions(&program, Permissions::from_mode(0o700)).unwrap();
+    program
 }
 
 fn boss() -> String {
@@ -113,6 +138,15 @@ impl Server {
         let expires_ms = u64::try_from(expires.as_millis()).unwrap();
         let handed = Handed { id: CommandId(id.into()), command, expires_ms };
         self.commands.lock().push_back((takes, handed));
+    }
+
+    async fn fail_if_asked(&self, asks: Asks) {
+        let next = self.faults.lock().pop_front_if(|(place, _)| *place == asks);
+        match next {
+            Some((_, Fault::Panics)) => panic!("a defect"),
+            Some((_, Fault::Hangs)) => std::future::pending().await,
+            None => {}
+        }
     }
 
     async fn next_command(&self) -> Vec<Handed> {
@@ -164,6 +198,7 @@ impl Control for Server {
     }
 
     async fn supervise(&self, _: &str, report: &Report) -> Result<Told, ControlError> {
+        self.fail_if_asked(Asks::ForAll).await;
         self.reports.lock().push(report.clone());
         let commands = self.next_command().await;
         let mut workers = self.workers.lock().clone();
@@ -179,6 +214,7 @@ impl Control for Server {
 
     async fn tell(&self, id: &str, order: Order) -> Result<(), ControlError> {
         assert_eq!(order, Order::Stop);
+        self.fail_if_asked(Asks::ForAStop).await;
         self.stops.lock().push(Instant::now());
         if self.stops.lock().len() > 1 {
             let mut workers = self.workers.lock();
@@ -269,9 +305,7 @@ async fn a_worker_that_does_not_hear_that_it_is_to_stop_is_told_again_when_that_
 #[tokio::test(start_paused = true)]
 async fn workers_that_fall_silent_again_and_again_are_started_later_and_later_and_it_is_shown() {
     let folder = TempDir::new().unwrap();
-    let program = folder.path().join("worker");
-    fs::write(&program, "#!/bin/sh\nkill -STOP $$\n").unwrap();
-    fs::set_permissions(&program, Permissions::from_mode(0o700)).unwrap();
+    let program = idle_program(&folder);
     // At once, or when it seems to be well; alone, or beside one that is well.
     for (silent, others) in [(Duration::ZERO, 0), (Duration::from_secs(10), 1)] {
         let since = Mutex::default();
@@ -342,4 +376,45 @@ async fn with_auto_balance_a_worker_that_was_stopped_by_hand_is_not_replaced_at_
     assert!(stopped.elapsed() + 3 * BEAT >= cool_down, "{:?}", stopped.elapsed());
     server.workers.lock().clear();
     supervisor.stop(Duration::ZERO).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_look_that_panics_or_hangs_is_shown_and_loses_no_worker() {
+    let folder = TempDir::new().unwrap();
+    let program = idle_program(&folder);
+    let (since, silent) = (Mutex::default(), Duration::MAX);
+    let frozen = Some(Frozen { program: program.clone(), since, silent });
+    let server = Arc::new(Server { frozen, ..Server::default() });
+    let supervisor = supervise(&server, program.clone(), 2, 2);
+    until("two workers", || started(&program).len() == 2).await;
+    let first = started(&program);
+    let shown = || server.reports.lock().last().and_then(|report| report.last_exit.clone());
+    for (asks, fault, why) in [
+        (Asks::ForAll, Fault::Panics, "it panicked: a defect"),
+        (Asks::ForAll, Fault::Hangs, "it took longer than 5s"),
+        (Asks::ForAStop, Fault::Panics, "it panicked: a defect"),
+        (Asks::ForAStop, Fault::Hangs, "it took longer than 5s"),
+    ] {
+        server.faults.lock().extend([(asks, fault); 3]);
+        // One too many, that is to be told so.
+        server.workers.lock().push(worker("ben", Status::Running));
+        until("all went wrong", || server.faults.lock().is_empty()).await;
+        let why = format!("a look at the workers failed: {why}");
+        until("it is shown", || shown().as_ref() == Some(&why)).await;
+        let stops = server.stops.lock().len();
+        if asks == Asks::ForAStop {
+            until("it goes on where it was", || server.stops.lock().len() > stops).await;
+        }
+        server.workers.lock().clear();
+        assert_eq!(started(&program), first, "{asks:?}, {fault:?}");
+    }
+    // Their ends are seen as before.
+    let (id, pid) = first.iter().next().unwrap();
+    let killed = std::process::Command::new("kill").args(["-KILL", pid]).status().unwrap();
+    assert!(killed.success());
+    let is_replaced = || !started(&program).contains_key(id) && started(&program).len() == 2;
+    until("it is replaced", is_replaced).await;
+    assert_eq!(shown().as_deref(), Some("signal 9"));
+    supervisor.stop(Duration::ZERO).await;
+    assert!(started(&program).is_empty(), "nobody is left behind");
 }

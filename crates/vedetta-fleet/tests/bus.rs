@@ -421,3 +421,30 @@ async fn a_url_that_cannot_be_used_is_refused_without_its_password() {
         assert!(!said.contains("opensesame"), "{said}");
     }
 }
+
+/// What is left of a command whose place has a clock that is an hour behind the one it was put by.
+async fn left(bus: &Arc<dyn Bus>, target: &Target) -> Duration {
+    bus.take(target).await.unwrap().remove(0).left
+}
+
+#[tokio::test]
+async fn after_the_clock_of_a_server_was_set_back_no_more_is_left_than_was_asked_for() {
+    let (minute, anna) = (Duration::from_secs(60), Target::worker("anna"));
+    let redis = OnRedis::new().await;
+    let put = redis.bus().put(&anna, &Order::Stop, minute).await.unwrap();
+    let client = ::redis::Client::open(redis.server.url()).unwrap();
+    let mut connection = client.get_multiplexed_async_connection().await.unwrap();
+    let mut later = ::redis::cmd("PEXPIRE");
+    later.arg(format!("{{vedetta}}:command:{}", put.id.0)).arg(3_660_000);
+    assert!(later.query_async::<bool>(&mut connection).await.unwrap());
+    assert!(left(redis.bus(), &anna).await <= minute);
+
+    let postgres = OnPostgres::new().await;
+    postgres.bus().put(&anna, &Order::Stop, minute).await.unwrap();
+    let schemas = [vedetta_fleet::postgres::SCHEMA];
+    let db = Postgres::open(&postgres.server.url(), &schemas).await.unwrap();
+    let later = "UPDATE vedetta_command SET created_at = created_at + interval '1 hour',
+                 expires_at = expires_at + interval '1 hour'";
+    assert_eq!(db.client().await.unwrap().execute(later, &[]).await.unwrap(), 1);
+    assert!(left(postgres.bus(), &anna).await <= minute);
+}

@@ -87,6 +87,36 @@ impl<B: Bus> Bus for Counted<B> {
     }
 }
 
+/// Its clock goes a thousand times slower, as one that is set back again and again.
+struct Slow(SqliteBus);
+
+#[async_trait]
+impl Bus for Slow {
+    async fn put(&self, target: &Target, order: &Order, ttl: Duration) -> Result<Record, BusError> {
+        self.0.put(target, order, 1000 * ttl).await
+    }
+
+    async fn take(&self, target: &Target) -> Result<Vec<Taken>, BusError> {
+        self.0.take(target).await
+    }
+
+    async fn applied(&self, ids: &[CommandId]) -> Result<(), BusError> {
+        self.0.applied(ids).await
+    }
+
+    async fn command(&self, id: &CommandId) -> Result<Option<Record>, BusError> {
+        self.0.command(id).await
+    }
+
+    async fn waiting(&self, targets: &[Target]) -> Result<Vec<Target>, BusError> {
+        self.0.waiting(targets).await
+    }
+
+    fn wakes(&self) -> broadcast::Receiver<Wake> {
+        self.0.wakes()
+    }
+}
+
 struct World {
     db: Db,
     saves: Arc<AtomicUsize>,
@@ -200,6 +230,30 @@ async fn a_command_is_pushed_and_handed_out_with_one_beat() {
     SqliteBus::new(world.db.clone()).put(&anna, &Order::Stop, TTL).await.unwrap();
     soon("a look", wakes.next()).await.unwrap();
     assert_eq!(world.fleet.heard("anna", beat(), false).await.unwrap().commands.len(), 1);
+}
+
+#[tokio::test]
+async fn a_command_is_over_in_time_although_the_clock_of_its_bus_was_set_back() {
+    let World { db, fleet, _folder, .. } = World::new(SLOW).await;
+    drop(fleet);
+    let jobs = Arc::new(SqliteJobs::open(db.clone()).await.unwrap());
+    let (bus, roster) = (SqliteBus::new(db.clone()), SqliteRoster::new(db.clone()));
+    let bus: Arc<dyn Bus> = Arc::new(Slow(bus));
+    let fleet = Fleet::open(Arc::clone(&bus), Arc::new(roster), jobs, [], SLOW).await.unwrap();
+    fleet.heard("anna", beat(), false).await.unwrap();
+    let ttl = Duration::from_millis(200);
+    let mut wakes = fleet.listen(&Target::worker("anna")).unwrap();
+    let began = std::time::Instant::now();
+    let told = fleet.tell("anna", &Order::Stop, ttl).await.unwrap();
+    soon("a wake-up", wakes.next()).await.unwrap();
+    tokio::time::sleep(ttl.saturating_sub(began.elapsed())).await;
+    assert_eq!(bus.command(&told.id).await.unwrap().unwrap().state, State::Requested);
+    assert!(fleet.heard("anna", beat(), false).await.unwrap().commands.is_empty());
+    // In time, for no longer than is left.
+    fleet.tell("anna", &Order::Stop, TTL).await.unwrap();
+    soon("a wake-up", wakes.next()).await.unwrap();
+    let heard = fleet.heard("anna", beat(), false).await.unwrap();
+    assert!(Duration::from_millis(heard.commands[0].expires_ms) <= TTL, "{heard:?}");
 }
 
 #[tokio::test]
@@ -715,6 +769,34 @@ async fn two_processes_are_not_one_supervisor() {
     fleet.supervised("boss:there", report("a")).await.unwrap();
     assert!(fleet.retired("boss:there").await.unwrap());
     fleet.supervised("boss:there", report("b")).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_supervisor_that_begins_again_and_has_to_wait_is_not_missed_meanwhile() {
+    let world = World::new(SLOW).await;
+    let fleet = &world.fleet;
+    fleet.supervised("boss:there", report("a")).await.unwrap();
+    let boss = || Beat { supervisor: Some("boss:there".into()), ..beat() };
+    let missed = async || fleet.heard("anna", boss(), false).await.unwrap().supervisor_seen_ms;
+    let missed_for = async |time: u64| {
+        soon("it is missed", async {
+            while missed().await.unwrap() < time {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        })
+        .await;
+    };
+    missed_for(200).await;
+    // One that is at work is another process, and keeps nobody's workers.
+    fleet.supervised("boss:there", report("b")).await.unwrap_err();
+    assert!(missed().await.unwrap() >= 200);
+    let begins = Report { state: Mood::Starting, ..report("b") };
+    let before = std::time::Instant::now();
+    fleet.supervised("boss:there", begins).await.unwrap_err();
+    assert!(u128::from(missed().await.unwrap()) <= before.elapsed().as_millis());
+    // It begins, and no more.
+    missed_for(200).await;
+    fleet.supervised("boss:there", report("a")).await.expect("the first is still the one");
 }
 
 #[tokio::test]

@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
-use crate::support::{Ran, Server, http, run, temp, until, vedetta};
+use crate::support::{Ran, Running, Server, http, run, temp, until, vedetta};
 
 pub(crate) const PASSWORD: &str = "correct horse";
 
@@ -89,6 +89,82 @@ fn users_and_tokens_are_made_before_and_while_a_server_runs() {
 }
 
 #[test]
+fn a_token_with_a_scope_is_made_listed_narrowed_and_refused_outside() {
+    let folder = temp();
+    let at = folder.path();
+    config(at, "[auth]\nenabled = true");
+    let server = Server::start(at);
+    let made = run(at, &["token", "add", "ci", "--role", "operator", "--scope", "jobs,queues"]);
+    assert_eq!(made.code, 0, "{made:?}");
+    let ci = made.out.trim();
+    token(at, "eyes", "viewer");
+    assert_eq!(with_token(&server, ci, &["job", "add", "note"]).code, 0);
+    assert_eq!(with_token(&server, ci, &["queue", "pause", "default"]).code, 0);
+    let refused = with_token(&server, ci, &["worker", "list"]);
+    assert_eq!(refused.code, 1, "{refused:?}");
+    for sentence in ["this needs the scope workers", "token:ci has the scope jobs,queues"] {
+        assert!(refused.err.contains(sentence), "{refused:?}");
+    }
+    let listed = run(at, &["token", "list"]).out;
+    let words: Vec<Vec<&str>> =
+        listed.lines().map(|line| line.split_whitespace().take(3).collect()).collect();
+    let expected =
+        [["NAME", "ROLE", "SCOPE"], ["ci", "operator", "jobs,queues"], ["eyes", "viewer", "all"]];
+    assert_eq!(words, expected, "{listed}");
+    let tokens = run(at, &["token", "list", "--output", "json"]).json();
+    assert_eq!(tokens["tokens"][0]["scope"], serde_json::json!(["jobs", "queues"]), "{tokens}");
+    assert_eq!(tokens["tokens"][1]["scope"], serde_json::json!(["all"]), "{tokens}");
+
+    let narrowed = run(at, &["token", "scope", "ci", "queues"]);
+    assert_eq!((narrowed.code, narrowed.out.as_str()), (0, "ci is good for queues\n"));
+    assert_eq!(with_token(&server, ci, &["job", "list"]).code, 1);
+    assert_eq!(with_token(&server, ci, &["queue", "list"]).code, 0);
+    assert_eq!(run(at, &["token", "scope", "ci", "all"]).code, 0);
+    assert_eq!(with_token(&server, ci, &["worker", "list"]).code, 0);
+    server.stop();
+}
+
+#[test]
+fn workers_of_a_supervisor_with_a_scoped_token_work_with_it() {
+    let folder = temp();
+    let at = folder.path();
+    let scoped = |name: &str| {
+        let args = ["token", "add", name, "--role", "operator", "--scope", "jobs,workers"];
+        let made = run(at, &args);
+        assert_eq!(made.code, 0, "{made:?}");
+        made.out.trim().to_owned()
+    };
+    let (mine, theirs, here) = (scoped("mine"), scoped("elsewhere"), scoped("here"));
+    let supervisor = |kind: &str| {
+        format!(
+            "[handler.{kind}]\nrun = ['true']\nqueue = '{kind}'\n\
+             [supervisor.{kind}]\nqueues = ['{kind}']\nmin = 1\nmax = 1\n"
+        )
+    };
+    let done_by = |server: &Server, kind: &str| {
+        let add = ["job", "add", kind, "--queue", kind, "--wait", "--output", "json"];
+        let done = with_token(server, &mine, &add);
+        assert_eq!(done.code, 0, "{done:?}");
+        done.json()["jobs"][0]["worker"].as_str().unwrap().to_owned()
+    };
+    config(at, &format!("[auth]\nenabled = true\n{}", supervisor("near")));
+    // What `vedetta up` is given is what its workers are given.
+    let mut up = vedetta(at);
+    up.args(["up", "--http", "127.0.0.1:0"]).env("VEDETTA_TOKEN", &here);
+    let server = Server::with(&mut up, at);
+    assert!(done_by(&server, "near").starts_with("near-"));
+    let there = temp();
+    config(there.path(), &supervisor("far"));
+    let mut supervise = vedetta(there.path());
+    supervise.args(["supervise", "--server", &server.url]).env("VEDETTA_TOKEN", &theirs);
+    let mut supervise = Running::start(&mut supervise);
+    assert!(done_by(&server, "far").starts_with("far-"));
+    supervise.signal("TERM");
+    assert_eq!(supervise.wait().code(), Some(0));
+    server.stop();
+}
+
+#[test]
 fn what_cannot_be_done_to_users_and_tokens_ends_with_its_code() {
     let folder = temp();
     let at = folder.path();
@@ -110,6 +186,10 @@ fn what_cannot_be_done_to_users_and_tokens_ends_with_its_code() {
         (&["token", "add", "ci"], "", 4, "there is a token \"ci\" already"),
         (&["token", "add", "x", "--expires", "soon"], "", 2, "soon"),
         (&["token", "revoke", "x"], "", 3, "there is no token \"x\""),
+        (&["token", "add", "x", "--scope", "jobs,moon"], "", 2, "\"moon\" is no scope"),
+        (&["token", "add", "x", "--scope", ""], "", 2, "is no scope"),
+        (&["token", "scope", "x", "jobs"], "", 3, "there is no token \"x\""),
+        (&["token", "scope", "ci"], "", 2, "SCOPE"),
     ] {
         let ran = typed(at, args, line);
         assert_eq!(ran.code, code, "{args:?}: {ran:?}");
@@ -274,6 +354,27 @@ fn beyond_loopback_the_etcd_endpoint_lets_in_whom_its_authority_vouches_for() {
     assert_eq!(server.overview()["revision"], before, "nothing was written");
     let written = put(&["--cert", "client.crt", "--key", "client.key"]);
     assert!(written.code == 0 && written.out.contains("blue"), "{written:?}");
+    // The same over v3.
+    let etcdctl = |server: &Server, host: &str, args: &[&str]| -> Ran {
+        let mut etcdctl = Command::new("etcdctl");
+        etcdctl.env("ETCDCTL_API", "3").env("no_proxy", "*").current_dir(at);
+        etcdctl.args(["--endpoints", &server.etcd.replace(host, "localhost")]);
+        etcdctl.args(["--cacert", "ca.crt", "--command-timeout", "10s"]).args(args);
+        etcdctl.args(["get", "/color"]).output().unwrap().into()
+    };
+    let certified = ["--cert", "client.crt", "--key", "client.key"];
+    let found = etcdctl(&server, "0.0.0.0", &certified);
+    assert_eq!((found.code, found.out.as_str()), (0, "/color\nblue\n"), "{found:?}");
+    let refused = etcdctl(&server, "0.0.0.0", &["--command-timeout", "1s"]);
+    assert!(refused.code != 0 && refused.out.is_empty(), "without a certificate: {refused:?}");
+    server.stop();
+
+    // On loopback it asks for none, unless it is told to.
+    config(at, "[etcd]\ncert = 'etcd.crt'\nkey = 'etcd.key'\n");
+    let up = ["up", "--http=127.0.0.1:0", "--etcd=127.0.0.1:0"];
+    let server = Server::with(vedetta(at).args(up), at);
+    let found = etcdctl(&server, "127.0.0.1", &[]);
+    assert_eq!((found.code, found.out.as_str()), (0, "/color\nblue\n"), "{found:?}");
     server.stop();
 }
 

@@ -2,9 +2,10 @@
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::support::{Server, put, run, temp, until, vedetta};
+use crate::support::{Ran, Server, put, run, temp, until, vedetta};
 
 #[test]
 fn a_backup_under_load_is_a_committed_state_and_old_watchers_of_it_are_told() {
@@ -55,6 +56,28 @@ fn a_backup_under_load_is_a_committed_state_and_old_watchers_of_it_are_told() {
     assert_eq!(told.code, 1, "{told:?}");
     assert!(told.err.contains("was compacted"), "{told:?}");
     server.done(&["put", "k", "it goes on"]);
+    server.stop();
+}
+
+#[test]
+fn a_server_starts_from_what_etcdctl_saved() {
+    let folder = temp();
+    let server = Server::start(folder.path());
+    server.done(&["put", "color", "blue"]);
+    let copy = folder.path().join("restored/vedetta.db");
+    fs::create_dir(folder.path().join("restored")).unwrap();
+    let mut etcdctl = Command::new("etcdctl");
+    etcdctl.env("ETCDCTL_API", "3").env("no_proxy", "*").arg("--endpoints").arg(&server.etcd);
+    let saved = Ran::from(etcdctl.args(["snapshot", "save"]).arg(&copy).output().unwrap());
+    assert_eq!(saved.code, 0, "{saved:?}");
+    server.stop();
+    assert_eq!(fs::metadata(&copy).unwrap().len() % 512, 32, "with the hash that etcd puts behind");
+
+    let mut up = vedetta(folder.path());
+    let up = up.args(["up", "--http", "127.0.0.1:0", "--data", "restored"]);
+    let server = Server::with(up, folder.path());
+    assert_eq!(server.done(&["get", "color"]), "blue");
+    server.done(&["put", "color", "green"]);
     server.stop();
 }
 

@@ -3,7 +3,7 @@
 use std::fs::{self, OpenOptions};
 use std::io::{BufRead as _, BufReader, Seek as _, SeekFrom, Write as _};
 use std::net::TcpListener;
-use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::fs::{FileExt as _, PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
 
 use vedetta::db::rusqlite;
@@ -160,6 +160,50 @@ fn a_damaged_file_a_foreign_one_and_a_newer_one_are_found() {
     drop(newer);
     let (ran, _, detail) = doctor(folder.path(), "database");
     assert!(ran.code == 1 && detail.contains("newer Vedetta"), "{detail}");
+}
+
+#[test]
+fn damage_where_only_jobs_are_is_found() {
+    let folder = temp();
+    Server::start(folder.path()).stop();
+    let file = settle(folder.path());
+    let reading = rusqlite::Connection::open(&file).unwrap();
+    let root = "SELECT (rootpage - 1) * (SELECT page_size FROM pragma_page_size)
+                FROM sqlite_schema WHERE type = 'table' AND name = 'job'";
+    let root: u32 = reading.query_row(root, [], |row| row.get(0)).unwrap();
+    drop(reading);
+    let damaged = OpenOptions::new().write(true).open(&file).unwrap();
+    damaged.write_all_at(&[0xa5; 512], root.into()).unwrap();
+    let (ran, state, detail) = doctor(folder.path(), "database");
+    assert_eq!((ran.code, state.as_str()), (1, "broken"), "{ran:?}");
+    assert!(detail.contains(MENDS), "{detail}");
+}
+
+/// Links to themselves: nobody can look at them, not even root.
+#[test]
+fn a_folder_that_cannot_be_used_is_broken_with_advice() {
+    type Make = fn(&Path);
+    let another = "choose another with --data";
+    let look = "check the mount and the permissions, or choose another with --data";
+    let cases: [(&str, &str, Make, &str); 7] = [
+        ("vedetta-data", "data folder", |at| fs::write(at, "").unwrap(), another),
+        ("vedetta-data", "lock", |at| fs::write(at, "").unwrap(), look),
+        ("vedetta-data", "data folder", |at| symlink(at, at).unwrap(), look),
+        ("vedetta-data", "permissions", |at| symlink(at, at).unwrap(), look),
+        ("vedetta-data/lock", "lock", |at| symlink(at, at).unwrap(), look),
+        ("vedetta-data/vedetta.db", "database", |at| symlink(at, at).unwrap(), look),
+        // Nobody makes a file there.
+        ("vedetta-data", "fsync", |at| symlink("/proc/self", at).unwrap(), look),
+    ];
+    for (path, check, make, advice) in cases {
+        let folder = temp();
+        let at = folder.path().join(path);
+        fs::create_dir_all(at.parent().unwrap()).unwrap();
+        make(&at);
+        let (ran, state, detail) = doctor(folder.path(), check);
+        assert_eq!((ran.code, state.as_str()), (1, "broken"), "{path}, {check}: {detail}");
+        assert!(detail.ends_with(advice), "{path}, {check}: {detail}");
+    }
 }
 
 #[test]

@@ -69,6 +69,15 @@ fn on_a_terminal_it_stays_until_q_is_pressed() {
         seen.extend(heard.try_iter());
         seen.matches("in the last minute").count() >= 3
     });
+    // It looks again each time: what is added now, to a queue that gives nothing, is drawn.
+    let done = |args: &[&str]| assert!(server.command(args).output().unwrap().status.success());
+    assert!(seen.contains("   0 ready, 0 running"), "{seen}");
+    done(&["queue", "pause", "mail"]);
+    done(&["job", "add", "nothing", "--queue", "mail"]);
+    until("the job", || {
+        seen.extend(heard.try_iter());
+        seen.contains("   1 ready, 0 running")
+    });
     stdin.write_all(b"q").unwrap();
     assert!(child.wait().unwrap().success(), "{seen}");
     server.stop();

@@ -295,6 +295,16 @@ fn no_process_is_left_when_a_worker_is_killed_or_told_twice_to_stop() {
     }
 }
 
+/// From the end of the one job to the start of the other.
+fn rest_between(server: &Server, ids: &[String; 2]) -> Duration {
+    let time = |id: &str, name: &str| {
+        let shown = job(server, &["show", id]);
+        humantime::parse_rfc3339(shown[name].as_str().unwrap()).unwrap()
+    };
+    let rested = time(&ids[1], "started_at").duration_since(time(&ids[0], "ended_at"));
+    rested.unwrap_or_default()
+}
+
 #[test]
 fn a_worker_keeps_its_limits() {
     let folder = temp();
@@ -315,12 +325,7 @@ fn a_worker_keeps_its_limits() {
         assert_eq!((&shown["attempts"], &shown["max_attempts"]), (&json!(1), &json!(5)));
         assert!(shown["error"].as_str().unwrap().contains("300ms"), "{shown}");
     }
-    let time = |id: &str, name: &str| {
-        let shown = job(&server, &["show", id]);
-        humantime::parse_rfc3339(shown[name].as_str().unwrap()).unwrap()
-    };
-    let rested = time(&ids[1], "started_at").duration_since(time(&ids[0], "ended_at"));
-    assert!(rested.unwrap() >= Duration::from_millis(300), "it has its rest");
+    assert!(rest_between(&server, &ids) >= Duration::from_millis(300), "it has its rest");
     until("the end of what they started", || !started(folder.path()).iter().any(|pid| alive(pid)));
 
     let wrong = run(folder.path(), &["worker", "run", "--queue", "unheard-of"]);
@@ -331,13 +336,24 @@ fn a_worker_keeps_its_limits() {
 #[test]
 fn workers_keep_the_limits_of_their_supervisor() {
     let folder = temp();
-    config(folder.path(), &supervised("min = 1\nmax = 1\ntries = 1\ntimeout = '300ms'"));
+    let limits = "min = 1\nmax = 1\ntries = 1\ntimeout = '300ms'\nrest = '400ms'";
+    config(folder.path(), &supervised(limits));
     let server = Server::start(folder.path());
-    let slow = add(&server, "slow", "null");
-    until("its end", || status(&server, &slow) == "dead");
-    let shown = job(&server, &["show", &slow]);
-    assert_eq!((&shown["attempts"], &shown["max_attempts"]), (&json!(1), &json!(5)));
-    assert!(shown["error"].as_str().unwrap().contains("300ms"), "{shown}");
+    let ids = [add(&server, "slow", "null"), add(&server, "slow", "null")];
+    for id in &ids {
+        until("its end", || status(&server, id) == "dead");
+        let shown = job(&server, &["show", id]);
+        assert_eq!((&shown["attempts"], &shown["max_attempts"]), (&json!(1), &json!(5)));
+        assert!(shown["error"].as_str().unwrap().contains("300ms"), "{shown}");
+    }
+    // Both would run at once, or the second right after the first.
+    assert!(rest_between(&server, &ids) >= Duration::from_millis(400));
+    server.stop();
+
+    config(folder.path(), &supervised("min = 1\nmax = 1\nmemory = '1MB'"));
+    let server = Server::start(folder.path());
+    let notes = || list(&server)["workers"].to_string();
+    until("one that has too much", || notes().contains("and may have 1000000"));
     server.stop();
 }
 
@@ -894,6 +910,35 @@ fn a_supervisor_elsewhere_keeps_workers_for_a_server_and_comes_back_to_them() {
     assert_eq!(second.wait().code(), Some(0));
     until("the end of all", || !before.iter().any(|pid| alive(pid)));
     assert!(workers(&server).is_empty());
+}
+
+#[test]
+fn a_supervisor_that_is_started_again_at_once_comes_to_its_workers_however_short_their_grace_is() {
+    let folder = temp();
+    // One that is killed counts as there for 7 s, and another of its name has to wait.
+    config(folder.path(), &BARE.replace("100ms", "2s"));
+    let server = Server::start(folder.path());
+    let there = temp();
+    config(there.path(), &supervised("min = 2\nmax = 2\ngrace = '5s'"));
+    let supervise = || {
+        let mut command = vedetta(there.path());
+        Running::start(command.args(["supervise", "--server", &server.url]))
+    };
+    let mut first = supervise();
+    let before = pids(&until_running(&server, 2));
+    first.signal("KILL");
+    first.wait();
+    let mut second = supervise();
+    let seen = || list(&server)["supervisors"][0]["seen_ms"].as_u64().unwrap();
+    until("it is missed for longer than the grace", || seen() > 5500);
+    until("the next is heard", || seen() < 2000);
+    let (now, running) = (list(&server)["workers"].clone(), with_status(&server, "running"));
+    assert_eq!(pids(&running), before, "{now}");
+    assert_eq!(now.as_array().unwrap().len(), 2, "{now}");
+    second.signal("TERM");
+    assert_eq!(second.wait().code(), Some(0));
+    until("the end of all", || !before.iter().any(|pid| alive(pid)));
+    server.stop();
 }
 
 #[test]

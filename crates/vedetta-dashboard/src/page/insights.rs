@@ -4,15 +4,15 @@ use axum::extract::State;
 use axum::response::Response;
 use maud::{Markup, html};
 
-use super::parts::{self, chart, counts, empty, series_table, times};
+use super::parts::{self, Range, chart, counts, empty, series_table, times};
 use super::{Tab, Visit};
 use crate::api::Context;
 use crate::error::ApiError;
 use crate::input::Query;
 use crate::stats::Span;
 
-/// The ranges to choose from: as they are called in an address, in seconds, and the steps of their tables.
-const RANGES: [(&str, &str, u64, u64); 4] = [
+/// The ranges to choose from.
+const RANGES: [Range; 4] = [
     ("15m", "15 minutes", 900, 90),
     ("1h", "hour", 3600, 300),
     ("6h", "6 hours", 21_600, 1800),
@@ -29,10 +29,11 @@ async fn body(context: &Context, mut query: Query) -> Result<Markup, ApiError> {
     let range = query.text("range")?.unwrap_or_else(|| "1h".into());
     let queue = query.text("queue")?.filter(|queue| !queue.is_empty());
     query.end()?;
-    let (range, name, seconds, step) = RANGES
+    let range = RANGES
         .into_iter()
         .find(|(word, ..)| *word == range)
         .ok_or_else(|| ApiError::invalid("range is one of 15m, 1h, 6h and 24h"))?;
+    let (chosen, name, seconds, step) = range;
     let Some(observed) = &context.live.observed else {
         return Ok(empty("This server keeps no jobs.", "So there is nothing to measure.", ""));
     };
@@ -55,11 +56,11 @@ async fn body(context: &Context, mut query: Query) -> Result<Markup, ApiError> {
     Ok(html! {
         nav.ranges aria-label="Range" {
             @for (word, name, ..) in RANGES {
-                a href=(format!("/insights?range={word}{}", only.map(|queue| format!("&queue={}", parts::part(queue))).unwrap_or_default())) aria-current=[(word == range).then_some("true")] { "Last " (name) }
+                a href=(format!("/insights?range={word}{}", only.map(|queue| format!("&queue={}", parts::part(queue))).unwrap_or_default())) aria-current=[(word == chosen).then_some("true")] { "Last " (name) }
             }
         }
         form.filters method="get" action="/insights" aria-label="Choose a queue" {
-            input type="hidden" name="range" value=(range);
+            input type="hidden" name="range" value=(chosen);
             label for="by-queue" { "Queue"
                 select #by-queue name="queue" {
                     option value="" { "all" }

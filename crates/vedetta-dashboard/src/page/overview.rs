@@ -8,7 +8,7 @@ use maud::{Markup, html};
 use vedetta_jobs::wire::QueueInfo;
 use vedetta_jobs::{Filter, Ledger as _, Mode};
 
-use super::parts::{self, ago, badge, counts, number, series_table, size, span, tile};
+use super::parts::{self, Range, ago, badge, counts, number, series_table, size, span, tile};
 use super::{Tab, Visit, queues};
 use crate::api::Context;
 use crate::error::ApiError;
@@ -18,8 +18,7 @@ use crate::stats::Span;
 
 /// Jobs of which the latest news are shown.
 const NEWS: u32 = 12;
-/// The ranges of the chart: in an address, for people, in seconds, and the steps of its table.
-type Range = (&'static str, &'static str, u64, u64);
+/// The ranges of the chart.
 const RANGES: [Range; 3] =
     [("5m", "5 minutes", 300, 30), ("1h", "hour", 3600, 300), ("24h", "24 hours", 86_400, 7200)];
 
@@ -131,7 +130,7 @@ fn throughput(context: &Context, queues: &[QueueInfo], range: Range) -> Markup {
     );
     let summary = parts::throughput(&read.all, name, observed.age(), seconds);
     html! {
-        (parts::chart("Throughput", "throughput", word, None, &summary, &table))
+        (parts::chart("Throughput", "throughput", range, None, &summary, &table))
         nav.ranges aria-label="Range" {
             @for (each, name, ..) in RANGES {
                 a href=(format!("/?range={each}")) aria-current=[(each == word).then_some("true")] { "Last " (name) }

@@ -303,20 +303,24 @@ pub(super) fn narrowed(to: &str, which: &Which, cursor: Option<&str>) -> String 
     if query.is_empty() { to.to_owned() } else { format!("{to}?{}", query.join("&")) }
 }
 
-/// A chart that scripts draw, with the same as a sentence and as a table.
+/// What charts can show: in an address, for people, in seconds, and the steps of their tables.
+pub(super) type Range = (&'static str, &'static str, u64, u64);
+
+/// A chart that scripts draw, with the same as a sentence and as a table, which they keep live.
 pub(super) fn chart(
     title: &str,
     of: &str,
-    range: &str,
+    range: Range,
     queue: Option<&str>,
     summary: &str,
     table: &Markup,
 ) -> Markup {
+    let (range, name, _, step) = range;
     html! {
         section.panel.chart aria-label=(title) {
             h2 { (title) }
             p.muted { (summary) }
-            div.plot data-chart=(of) data-range=(range) data-queue=[queue] role="img" aria-label=(format!("{title}: {summary}")) {}
+            div.plot data-chart=(of) data-range=(range) data-name=(name) data-step=(step) data-only=[queue] role="img" aria-label=(format!("{title}: {summary}")) {}
             details { summary { "As a table" } (table) }
         }
     }

@@ -525,3 +525,91 @@ async fn eight_tabs_load_and_are_live_and_a_paused_one_waits() {
     drop(browser);
     server.end().await;
 }
+
+/// Adds a job and has it done.
+async fn do_one(server: &Server) {
+    add(server, json!({"kind": "pack"})).await;
+    let taken = take(server).await;
+    settle(server, &taken, json!({"outcome": "done"})).await;
+}
+
+/// How many are done, as the line of the chart, the sentence and the label of the picture, and the table have it.
+async fn charted(browser: &Browser) -> Value {
+    let script = r#"
+        const place = document.querySelector("[data-chart='throughput']");
+        const section = place.closest(".chart");
+        const sum = (values) => values.reduce((all, value) => all + value, 0);
+        const cells = [...section.querySelectorAll("details td:nth-child(2)")];
+        return [
+            place.plot ? sum(place.plot.data[1]) : -1,
+            parseInt(section.querySelector("p").textContent),
+            parseInt(place.getAttribute("aria-label").replace("Throughput: ", "")),
+            sum(cells.map((cell) => Number(cell.textContent))),
+        ];"#;
+    browser.run(script).await
+}
+
+async fn until_charted(browser: &Browser, done: u64) {
+    let mut last = Value::Null;
+    let wait = async {
+        while last != json!([done, done, done, done]) {
+            last = charted(browser).await;
+        }
+    };
+    assert!(tokio::time::timeout(PATIENCE, wait).await.is_ok(), "{done} are done: {last}");
+}
+
+#[tokio::test]
+async fn charts_and_what_is_said_of_them_follow_without_loading_and_stand_still_when_paused() {
+    let server = Server::start().await;
+    let browser = Browser::open().await;
+    // Without a queue there is no chart.
+    do_one(&server).await;
+    let mut done = 1;
+    for path in ["/", "/insights?range=15m", "/insights?range=1h&queue=default"] {
+        browser.live(server.address, path).await;
+        mark(&browser).await;
+        until_charted(&browser, done).await;
+        do_one(&server).await;
+        done += 1;
+        until_charted(&browser, done).await;
+        if path != "/" {
+            browser.says("[aria-label='How long jobs ran'] p", "lately half ran up to ").await;
+        }
+
+        browser.click("#pause").await;
+        browser.says("#line", "paused").await;
+        let before = charted(&browser).await;
+        do_one(&server).await;
+        done += 1;
+        // It is told of, and then again: a page that did not hold still would show it.
+        let mut feed = server.feed("/events?topics=stats", "").await;
+        let mut told = 0;
+        while told < 3 {
+            let event = feed.event().await.expect("the stream goes on");
+            told += u32::from(event.data["jobs"]["done"] == done);
+        }
+        assert_eq!(charted(&browser).await, before, "{path}");
+        browser.click("#pause").await;
+        until_charted(&browser, done).await;
+        assert!(is_marked(&browser).await, "{path}");
+    }
+    // A page that is loaded has the very same tables, once both are of the same moment.
+    let same = async {
+        loop {
+            let all =
+                "return [...document.querySelectorAll('details table')].map((it) => it.outerHTML)";
+            let tables = browser.run(all).await;
+            let page = server.get("/insights?range=1h&queue=default").await.body;
+            let tables = tables.as_array().unwrap();
+            assert_eq!(tables.len(), 5);
+            if tables.iter().all(|table| page.contains(table.as_str().unwrap())) {
+                break;
+            }
+        }
+    };
+    tokio::time::timeout(PATIENCE, same).await.expect("the server writes them so, too");
+    assert_eq!(browser.complaints(), [""; 0]);
+    drop(browser);
+    server.end().await;
+}

@@ -1,12 +1,14 @@
 //! All that changes, as a page or a program is told of it.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::{Value, json};
 use vedetta_core::queue::Settled;
-use vedetta_dashboard::Limits;
+use vedetta_dashboard::{Api, Limits};
 use vedetta_db::postgres::Postgres;
+use vedetta_db::{Purpose, Stop, Tx};
 use vedetta_fleet::roster::{Status, SupervisorRecord, WorkerRecord};
 use vedetta_fleet::sqlite::{SqliteBus, SqliteRoster};
 use vedetta_fleet::wire::Beat;
@@ -190,6 +192,48 @@ async fn a_worker_and_a_supervisor_that_are_forgotten_are_told_to_be_gone() {
     assert_eq!(told["name"], "boss:elsewhere");
     let kept = roster.all().await.unwrap();
     assert!(kept.workers.is_empty() && kept.supervisors.is_empty(), "{kept:?}");
+    server.end().await;
+}
+
+#[tokio::test]
+async fn a_queue_and_a_stage_that_are_no_longer_there_are_told_to_be_gone() {
+    let postgres = testing::postgres::Server::start().await;
+    let url = postgres.database().await;
+    let schemas = [vedetta_jobs::postgres::SCHEMA];
+    let database = Postgres::open_with(&url, 4, &schemas).await.unwrap();
+    let jobs = Arc::new(PostgresJobs::new(database.clone()));
+    let folder = tempfile::tempdir().unwrap();
+    let options = vedetta_db::Options::new(folder.path().join("stages.db"));
+    let db = vedetta_db::Db::open(&options, &[sqlite::SCHEMA]).unwrap();
+    let records = sqlite::Records::open(db.clone()).await.unwrap();
+    let pay = records.lane("order", "pay").await.unwrap();
+    records.lane("order", "pack").await.unwrap();
+    let (ledger, shown) = (Arc::clone(&jobs), records.clone());
+    let api = |api: Api| api.jobs(ledger).stages(shown);
+    let server = Server::start().await.serve_as(api).await;
+    let mut queues = server.feed("/events?topics=queue", "").await;
+    let mut stages = server.feed("/events?topics=stage", "").await;
+    assert_eq!(queues.event().await.unwrap().event, "hello");
+    assert_eq!(stages.event().await.unwrap().event, "hello");
+    // Both are known once they were told of.
+    for queue in ["kept", "old"] {
+        jobs.set_mode(queue, Mode::Paused).await.unwrap();
+        queues.until("queue", |data| data["name"] == queue).await;
+    }
+    records.enqueue(pay, &[("7", 0, Duration::ZERO)]).await.unwrap();
+    stages.until("stage", |data| data["stage"] == "pay" && data["records"] == 1).await;
+    let sql = "DELETE FROM vedetta_job_queue WHERE name = 'old'";
+    database.client().await.unwrap().execute(sql, &[]).await.unwrap();
+    let told = queues.until("queue", |data| data["gone"] == true).await.data;
+    assert_eq!(told, json!({"name": "old", "gone": true}));
+    let remove = |tx: &Tx<'_>| -> Result<(), Stop<Infallible>> {
+        tx.execute("DELETE FROM stage_record", [])?;
+        tx.execute("DELETE FROM stage_lane WHERE stage = 'pay'", [])?;
+        Ok(())
+    };
+    db.write(Purpose::Store, remove).await.unwrap();
+    let told = stages.until("stage", |data| data["gone"] == true).await.data;
+    assert_eq!(told, json!({"entity": "order", "stage": "pay", "gone": true}));
     server.end().await;
 }
 

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use serde_json::{Value, json};
+use vedetta_access::{Access, Role, Scope};
 use vedetta_runtime::watcher::{BoxError, Effect, Id};
 use vedetta_runtime::{Next, Reconcile, State, Watcher};
 use vedetta_stage::Records as _;
@@ -179,8 +180,8 @@ async fn what_is_answered_is_what_is_described() {
     records.enqueue(pay, &visits).await.unwrap();
     let watching = Watcher::new("/rooms/").key_types(["title"]).start(server.store.clone(), Fails);
     let handle = watching.handle();
-    let access = vedetta_access::Access::open(folder.path()).unwrap();
-    access.add_token("ci", vedetta_access::Role::Viewer, None).unwrap();
+    let access = Access::open(folder.path()).unwrap();
+    access.add_token("ci", Role::Viewer, &Scope::All, None).unwrap();
     let with = |api: vedetta_dashboard::Api| {
         api.stages(records).watcher("rooms", watching.handle()).access(access, false)
     };

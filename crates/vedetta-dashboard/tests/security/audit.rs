@@ -15,11 +15,18 @@ async fn it_tells_who_changed_what_from_where_and_what_came_of_it() {
     guarded.post(&anna, "/api/v1/queues/default/pause", "").await;
     guarded.tells("PUT /api/v1/kv/rooms%2F1", &ci, json!({"value": "x"})).await;
     guarded.tells("PUT /api/v1/kv/rooms%2F1", &ci, json!({"value": "x", "if_modified": 1})).await;
+    // A supervisor that is removed loses what it was told; a worker that leaves is at work.
+    let said = json!({"host": "here", "version": "1", "instance": "a", "queues": ["default"],
+        "balance": "simple", "min": 1, "max": 1, "wanted": 1, "state": "terminated"});
+    guarded.tells("POST /api/v1/supervisors/boss:here/beat", &ci, said).await;
+    guarded.asks("DELETE /api/v1/supervisors/boss:here", &ci).await;
+    guarded.tells("POST /api/v1/workers/anna/beat", &ci, json!({"queues": ["default"]})).await;
+    guarded.asks("DELETE /api/v1/workers/anna", &ci).await;
     let headers = [("Cookie", anna.cookie.as_str()), ("X-Vedetta-CSRF", anna.csrf.as_str())];
     guarded.server.send("POST /api/v1/compact", &headers, "").await;
     guarded.asks("GET /api/v1/jobs", "Bearer vdt_guess").await;
     guarded.post(&anna, "/logout", "").await;
-    let log = guarded.log(10).await;
+    let log = guarded.log(11).await;
     // The log is written in two ways at once, so the order of neighbours may differ.
     let mut told: Vec<_> = log
         .iter()
@@ -38,6 +45,13 @@ async fn it_tells_who_changed_what_from_where_and_what_came_of_it() {
         ("anna", here, "POST /api/v1/queues/{queue}/pause", "/api/v1/queues/default/pause", "done"),
         ("token:ci", here, "PUT /api/v1/kv/{*key}", "/api/v1/kv/rooms%2F1", "done"),
         ("token:ci", here, "PUT /api/v1/kv/{*key}", "/api/v1/kv/rooms%2F1", "failed"),
+        (
+            "token:ci",
+            here,
+            "DELETE /api/v1/supervisors/{name}",
+            "/api/v1/supervisors/boss:here",
+            "done",
+        ),
         ("anna", here, "POST /api/v1/compact", "/api/v1/compact", "refused"),
         ("?", here, "request", "", "refused"),
         ("anna", here, "sign-out", "", "done"),
@@ -51,8 +65,8 @@ async fn it_tells_who_changed_what_from_where_and_what_came_of_it() {
     assert_eq!(page["entries"].as_array().unwrap().len(), 7);
     let rest =
         guarded.asks(&format!("GET /api/v1/audit?limit=7&cursor={cursor}"), &ci).await.json();
-    assert_eq!(rest["entries"].as_array().unwrap().len(), 3);
-    assert_eq!(rest["entries"][2]["action"], "user add");
+    assert_eq!(rest["entries"].as_array().unwrap().len(), 4);
+    assert_eq!(rest["entries"][3]["action"], "user add");
     assert!(rest["cursor"].is_null(), "{rest}");
     assert!(!page.to_string().contains(PASSWORD));
     guarded.end().await;

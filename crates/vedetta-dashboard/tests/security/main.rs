@@ -6,6 +6,7 @@ mod generated;
 mod hostile;
 mod redaction;
 mod roles;
+mod scopes;
 mod streams;
 #[path = "../http/support.rs"]
 #[expect(dead_code, reason = "shared with the other suite")]
@@ -21,7 +22,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
-use vedetta_access::{Access, Role};
+use vedetta_access::{Access, Role, Scope};
 use vedetta_dashboard::{Api, Limits};
 use vedetta_db::postgres::Postgres;
 use vedetta_fleet::Fleet;
@@ -100,13 +101,18 @@ impl Guarded {
 
     /// The head for a new token of this role.
     pub(crate) fn token(&self, name: &str, role: Role) -> String {
-        let token = self.access.add_token(name, role, None).unwrap();
+        self.scoped(name, role, &Scope::All)
+    }
+
+    /// The same with a scope.
+    pub(crate) fn scoped(&self, name: &str, role: Role, scope: &Scope) -> String {
+        let token = self.access.add_token(name, role, scope, None).unwrap();
         format!("Bearer {}", token.reveal())
     }
 
     pub(crate) fn expired(&self, name: &str, role: Role) -> String {
         let end = SystemTime::now() - Duration::from_secs(1);
-        let token = self.access.add_token(name, role, Some(end)).unwrap();
+        let token = self.access.add_token(name, role, &Scope::All, Some(end)).unwrap();
         format!("Bearer {}", token.reveal())
     }
 

@@ -51,8 +51,27 @@ const READS: &[(&str, &str)] = &[
     ("/readyz", ""),
 ];
 
+/// What is served and not described: no key at all, which is refused to those who may.
+pub(crate) const BESIDE: &[(&str, &str, &str)] = &[
+    ("get", "/api/v1/kv/", "viewer"),
+    ("put", "/api/v1/kv/", "admin"),
+    ("delete", "/api/v1/kv/", "admin"),
+];
+
+/// An address that a declared path is for.
+pub(crate) fn target(path: &str) -> String {
+    path.replace("{id}", "1")
+        .replace("{key}", "k")
+        .replace("{name}", "none")
+        .replace("{entity}", "order")
+        .replace("{stage}", "pay")
+        .replace("{queue}", "default")
+        .replace("{hash}", "0")
+        .replace("{*name}", "page.css")
+}
+
 /// The least role for a route; nothing for those that are anybody's.
-fn least(method: &str, path: &str) -> Option<Role> {
+pub(crate) fn least(method: &str, path: &str) -> Option<Role> {
     let word = if method == "get" {
         READS.iter().find(|(of, _)| *of == path).map_or("viewer", |(_, role)| *role)
     } else {
@@ -62,12 +81,49 @@ fn least(method: &str, path: &str) -> Option<Role> {
     word.parse().ok()
 }
 
+/// Who asks, with what, and the role that gives them.
+type Asker = (&'static str, Option<String>, Option<Role>);
+
+/// What becomes of whoever has a role where one is needed.
+fn expected(needed: Option<Role>, role: Option<Role>) -> &'static str {
+    match (needed, role) {
+        (Some(_), None) => "401",
+        (Some(needed), Some(role)) if role < needed => "403",
+        _ => "in",
+    }
+}
+
+fn seen(status: u16) -> &'static str {
+    match status {
+        401 => "401",
+        403 => "403",
+        _ => "in",
+    }
+}
+
+/// Asks as everybody.
+async fn try_all(
+    guarded: &Guarded,
+    callers: &[Asker],
+    method: &str,
+    path: &str,
+    needed: Option<Role>,
+) {
+    let request = format!("{} {}", method.to_uppercase(), target(path));
+    for (who, authorization, role) in callers {
+        let mut headers = vec![("Content-Type", "application/json")];
+        headers.extend(authorization.as_ref().map(|it| ("Authorization", it.as_str())));
+        let got = status(&guarded.server, &request, &headers, "{}").await;
+        assert_eq!(seen(got), expected(needed, *role), "{who}: {request}: {got}");
+    }
+}
+
 #[tokio::test]
 async fn every_route_lets_in_exactly_those_who_may() {
     let guarded = Guarded::start().await;
     let revoked = guarded.token("gone", Role::Admin);
     guarded.access.revoke_token("gone").unwrap();
-    let callers: Vec<(&str, Option<String>, Option<Role>)> = vec![
+    let callers: Vec<Asker> = vec![
         ("nobody", None, None),
         ("revoked", Some(revoked), None),
         ("expired", Some(guarded.expired("old", Role::Admin)), None),
@@ -88,32 +144,13 @@ async fn every_route_lets_in_exactly_those_who_may() {
             let told = operation["x-role"].as_str().unwrap_or("");
             assert_eq!(told, needed.map_or("", Role::word), "{method} {path}");
             assert_eq!(operation["security"] == json!([]), needed.is_none(), "{method} {path}");
-            let target = path
-                .replace("{id}", "1")
-                .replace("{key}", "k")
-                .replace("{name}", "none")
-                .replace("{entity}", "order")
-                .replace("{stage}", "pay")
-                .replace("{queue}", "default");
-            let request = format!("{} {target}", method.to_uppercase());
-            for (who, authorization, role) in &callers {
-                let mut headers = vec![("Content-Type", "application/json")];
-                headers.extend(authorization.as_ref().map(|it| ("Authorization", it.as_str())));
-                let got = status(&guarded.server, &request, &headers, "{}").await;
-                let expected = match (needed, role) {
-                    (Some(_), None) => "401",
-                    (Some(needed), Some(role)) if *role < needed => "403",
-                    _ => "in",
-                };
-                let was = match got {
-                    401 => "401",
-                    403 => "403",
-                    _ => "in",
-                };
-                assert_eq!(was, expected, "{who}: {request}: {got}");
-            }
+            try_all(&guarded, &callers, method, path, needed).await;
             walked.insert((method.clone(), path.clone()));
         }
+    }
+    for (method, path, least) in BESIDE {
+        assert!(document["paths"].get(path).is_none(), "{path} is described");
+        try_all(&guarded, &callers, method, path, least.parse().ok()).await;
     }
     for (method, path, _) in CHANGES {
         assert!(walked.contains(&((*method).into(), (*path).into())), "{method} {path} is gone");
@@ -123,7 +160,7 @@ async fn every_route_lets_in_exactly_those_who_may() {
 }
 
 /// The pages and their forms, and the least role for each; nothing for those that are anybody's.
-const PAGES: &[(&str, &str, &str)] = &[
+pub(crate) const PAGES: &[(&str, &str, &str)] = &[
     ("get", "/", "viewer"),
     ("get", "/jobs", "viewer"),
     ("get", "/jobs/{id}", "viewer"),
@@ -154,7 +191,7 @@ const PAGES: &[(&str, &str, &str)] = &[
 ];
 
 /// What people sign in and out with. That comes last: it ends what the others need.
-const SIGN_IN: &[(&str, &str, &str)] =
+pub(crate) const SIGN_IN: &[(&str, &str, &str)] =
     &[("get", "/login", ""), ("post", "/login", ""), ("post", "/logout", "viewer")];
 
 /// The pages and forms that there are, as the source has them: no description tells of them.
@@ -178,7 +215,7 @@ async fn every_page_and_form_lets_in_exactly_those_who_may() {
     assert_eq!(there, listed, "who may use it? Say so in SIGN_IN");
     let guarded = Guarded::start().await;
     let mut callers = Vec::new();
-    for (name, role) in [("vera", Role::Viewer), ("otto", Role::Operator)] {
+    for (name, role) in [("vera", Role::Viewer), ("otto", Role::Operator), ("ada", Role::Admin)] {
         guarded.user(name, role).await;
         callers.push((Some(role), guarded.sign_in(name).await));
     }
@@ -186,14 +223,7 @@ async fn every_page_and_form_lets_in_exactly_those_who_may() {
     callers.push((None, guarded.form().await));
     for (method, path, least) in PAGES.iter().chain(SIGN_IN) {
         let needed: Option<Role> = least.parse().ok();
-        let target = path
-            .replace("{id}", "1")
-            .replace("{name}", "none")
-            .replace("{entity}", "order")
-            .replace("{stage}", "pay")
-            .replace("{queue}", "default")
-            .replace("{hash}", "0")
-            .replace("{*name}", "page.css");
+        let target = target(path);
         for (role, browser) in &callers {
             let answer = if *method == "get" {
                 let cookie = [("Cookie", browser.cookie.as_str())];
@@ -206,17 +236,8 @@ async fn every_page_and_form_lets_in_exactly_those_who_may() {
                 assert!(answer.body.contains("name or the password is wrong"), "{answer:?}");
                 continue;
             }
-            let expected = match (needed, role) {
-                (Some(_), None) => "401",
-                (Some(needed), Some(role)) if *role < needed => "403",
-                _ => "in",
-            };
-            let was = match answer.status {
-                401 => "401",
-                403 => "403",
-                _ => "in",
-            };
-            assert_eq!(was, expected, "{role:?}: {method} {path}: {answer:?}");
+            let was = seen(answer.status);
+            assert_eq!(was, expected(needed, *role), "{role:?}: {method} {path}: {answer:?}");
         }
     }
     guarded.end().await;

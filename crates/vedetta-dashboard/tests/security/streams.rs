@@ -3,13 +3,13 @@
 use std::time::{Duration, SystemTime};
 
 use serde_json::json;
-use vedetta_access::Role;
+use vedetta_access::{Role, Scope};
 use vedetta_dashboard::Limits;
 
 use crate::support::{Feed, PATIENCE};
 use crate::{Guarded, status};
 
-fn often() -> Limits {
+pub(crate) fn often() -> Limits {
     Limits { recheck: Duration::from_millis(20), ..Limits::default() }
 }
 
@@ -87,7 +87,7 @@ async fn a_stream_ends_with_the_right_to_it() {
 async fn a_stream_ends_when_its_token_does() {
     let guarded = Guarded::limited(often()).await;
     let end = SystemTime::now() + Duration::from_secs(1);
-    let token = guarded.access.add_token("short", Role::Viewer, Some(end)).unwrap();
+    let token = guarded.access.add_token("short", Role::Viewer, &Scope::All, Some(end)).unwrap();
     let head = format!("Authorization: Bearer {}\r\n", token.reveal());
     let feed = guarded.server.feed("/events", &head).await;
     until_all_end(vec![("/events", feed)]).await;

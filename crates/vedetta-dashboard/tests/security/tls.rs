@@ -6,7 +6,7 @@ use rustls::pki_types::ServerName;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
-use vedetta_access::{Access, Role};
+use vedetta_access::{Access, Role, Scope};
 use vedetta_dashboard::Limits;
 use vedetta_net::tls::{ClientTls, HTTP1, TlsFiles};
 
@@ -45,7 +45,7 @@ async fn over_tls_cookies_are_for_tls_and_this_host_only() {
     let port = server.address.port();
     assert!(page.contains(&format!("set-cookie: __Host-vedetta-{port}=")), "{page}");
     assert!(page.contains("; Path=/; HttpOnly; SameSite=Strict; Secure"), "{page}");
-    let token = access.add_token("t", Role::Viewer, None).unwrap();
+    let token = access.add_token("t", Role::Viewer, &Scope::All, None).unwrap();
     let head = format!("{head}Authorization: Bearer {}\r\n", token.reveal());
     let jobs = ask(&server, &tls, &format!("GET /api/v1/jobs HTTP/1.1\r\n{head}\r\n")).await;
     assert!(jobs.starts_with("HTTP/1.1 200"), "{jobs}");

@@ -106,10 +106,12 @@ impl Bus for PostgresBus {
 
     async fn take(&self, target: &Target) -> Result<Vec<Taken>, BusError> {
         let client = self.db.client().await?;
+        // If the clock was set back since it was put, more seems to be left than there ever was.
         let take = "UPDATE vedetta_command SET state = 1, taken_at = clock_timestamp()
                     WHERE target = $1 AND state = 0 AND expires_at > clock_timestamp()
                     RETURNING seq, id, value,
-                        (extract(epoch FROM expires_at - clock_timestamp()) * 1000)::bigint";
+                        (extract(epoch FROM LEAST(expires_at - clock_timestamp(),
+                            expires_at - created_at)) * 1000)::bigint";
         let rows = client.query(&client.prepare_cached(take).await?, &[&target.key()]).await?;
         let mut taken = Vec::with_capacity(rows.len());
         for row in &rows {

@@ -166,6 +166,8 @@ pub(crate) struct Hand {
     pub(crate) stage: Stage,
     /// It is to be replaced.
     pub(crate) is_old: bool,
+    /// It has jobs to finish.
+    pub(crate) is_busy: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -186,8 +188,9 @@ pub(crate) enum Step {
     Kill(String),
 }
 
-/// From what is there to what should be. At most so many are started now.
-pub(crate) fn steps(posts: &Posts, hands: &[Hand], mut starts: u32) -> Vec<Step> {
+/// From what is there to what should be. At most so many are started now, and none while there are `max`: one that
+/// stops is there until it has ended. Only a worker that replaces another in a restart is one more.
+pub(crate) fn steps(posts: &Posts, hands: &[Hand], max: u32, mut starts: u32) -> Vec<Step> {
     let mut steps = Vec::new();
     let silent = hands.iter().filter(|hand| hand.stage == Stage::Silent);
     steps.extend(silent.map(|hand| Step::Kill(hand.id.clone())));
@@ -199,23 +202,27 @@ pub(crate) fn steps(posts: &Posts, hands: &[Hand], mut starts: u32) -> Vec<Step>
         .chain(hands.iter().filter(counts).map(|hand| &hand.queues))
         .collect();
     // One at a time is replaced, of all.
-    let mut is_busy = hands.iter().any(|hand| {
-        hand.stage == Stage::Starting || (hand.stage == Stage::Stopping && hand.is_old)
-    });
+    let is_replaced = |hand: &Hand| hand.stage == Stage::Stopping && hand.is_old;
+    let mut is_busy = hands.iter().any(|hand| hand.stage == Stage::Starting || is_replaced(hand));
+    let there = hands.iter().filter(|hand| hand.stage != Stage::Silent).count();
+    let most = max as usize + usize::from(hands.iter().any(is_replaced));
+    let mut room = most.saturating_sub(there);
     for queues in sets {
         let want = posts.get(queues).copied().unwrap_or(0) as usize;
         let mut have: Vec<&Hand> =
             hands.iter().filter(counts).filter(|hand| hand.queues == *queues).collect();
         for _ in have.len()..want {
-            if starts > 0 {
-                starts -= 1;
+            if starts > 0 && room > 0 {
+                (starts, room) = (starts - 1, room - 1);
                 steps.push(Step::Start(queues.clone()));
             }
         }
+        // Those that do not work yet first, then the idle, then the old.
+        have.sort_by_key(|hand| (hand.stage != Stage::Starting, hand.is_busy, !hand.is_old));
         let old = have.iter().find(|hand| hand.is_old).map(|hand| hand.id.clone());
         match old {
             Some(_) if is_busy && have.len() <= want + 1 => {}
-            Some(_) if have.len() == want && want > 0 && starts > 0 => {
+            Some(_) if have.len() == want && want > 0 && starts > 0 && there <= most => {
                 (starts, is_busy) = (starts - 1, true);
                 steps.push(Step::Start(queues.clone()));
             }
@@ -224,8 +231,6 @@ pub(crate) fn steps(posts: &Posts, hands: &[Hand], mut starts: u32) -> Vec<Step>
                 steps.push(Step::Stop(id));
             }
             _ if have.len() > want => {
-                // Those that do not work yet first, then the old, then the last.
-                have.sort_by_key(|hand| (hand.stage != Stage::Starting, !hand.is_old));
                 let surplus = have.len() - want;
                 steps.extend(have.iter().take(surplus).map(|hand| Step::Stop(hand.id.clone())));
             }
@@ -242,6 +247,8 @@ mod tests {
     use super::*;
 
     const COOL: Duration = Duration::from_secs(10);
+    /// More than matters.
+    const MAX: u32 = 99;
 
     fn queues(names: &[&str]) -> Vec<String> {
         names.iter().map(|name| (*name).to_owned()).collect()
@@ -344,7 +351,7 @@ mod tests {
     }
 
     fn hand(id: &str, queue: &str, stage: Stage, is_old: bool) -> Hand {
-        Hand { id: id.into(), queues: queues(&[queue]), stage, is_old }
+        Hand { id: id.into(), queues: queues(&[queue]), stage, is_old, is_busy: false }
     }
 
     #[test]
@@ -355,17 +362,51 @@ mod tests {
         let hands = |stages: &[(&str, Stage)]| -> Vec<Hand> {
             stages.iter().map(|(id, stage)| hand(id, "a", *stage, false)).collect()
         };
-        assert_eq!(steps(&two, &[], 9), [start(), start()]);
-        assert_eq!(steps(&two, &[], 1), [start()], "no more than allowed");
-        assert_eq!(steps(&two, &hands(&[("1", Ready), ("2", Starting)]), 9), []);
+        assert_eq!(steps(&two, &[], MAX, 9), [start(), start()]);
+        assert_eq!(steps(&two, &[], MAX, 1), [start()], "no more than allowed");
+        assert_eq!(steps(&two, &hands(&[("1", Ready), ("2", Starting)]), MAX, 9), []);
         let silent = hands(&[("1", Ready), ("2", Silent)]);
-        assert_eq!(steps(&two, &silent, 9), [Step::Kill("2".into()), start()]);
+        assert_eq!(steps(&two, &silent, MAX, 9), [Step::Kill("2".into()), start()]);
         let stopping = hands(&[("1", Ready), ("2", Stopping)]);
-        assert_eq!(steps(&two, &stopping, 9), [start()]);
+        assert_eq!(steps(&two, &stopping, MAX, 9), [start()]);
         let many = hands(&[("1", Ready), ("2", Ready), ("3", Starting)]);
-        assert_eq!(steps(&two, &many, 9), [Step::Stop("3".into())]);
+        assert_eq!(steps(&two, &many, MAX, 9), [Step::Stop("3".into())]);
         let moved = [hand("1", "b", Ready, false), hand("2", "a", Ready, false)];
-        assert_eq!(steps(&two, &moved, 9), [start(), Step::Stop("1".into())]);
+        assert_eq!(steps(&two, &moved, MAX, 9), [start(), Step::Stop("1".into())]);
+        // The idle first, wherever they stand.
+        let mut many = hands(&[("1", Ready), ("2", Ready), ("3", Ready), ("4", Ready)]);
+        (many[0].is_busy, many[2].is_busy) = (true, true);
+        assert_eq!(steps(&two, &many, MAX, 9), [Step::Stop("2".into()), Step::Stop("4".into())]);
+    }
+
+    #[test]
+    fn those_that_stop_count_until_they_have_ended() {
+        use Stage::{Ready, Starting, Stopping};
+        let five = posts(&[(&["a"], 5)]);
+        let starts = |hands: &[Hand], max| {
+            let steps = steps(&five, hands, max, 9);
+            assert!(steps.iter().all(|step| matches!(step, Step::Start(_))), "{steps:?}");
+            steps.len()
+        };
+        // Two were left of five, and now five are needed again.
+        let mut hands: Vec<Hand> = [Ready, Ready, Stopping, Stopping, Stopping]
+            .iter()
+            .enumerate()
+            .map(|(id, stage)| hand(&id.to_string(), "a", *stage, false))
+            .collect();
+        assert_eq!((starts(&hands, 5), starts(&hands, 7), starts(&hands, 9)), (0, 2, 3));
+        hands.pop();
+        assert_eq!(starts(&hands, 5), 1, "one has ended");
+        // In a restart there is one more.
+        let old = |id: &str, stage| hand(id, "a", stage, true);
+        let mut hands: Vec<Hand> = ["1", "2", "3", "4", "5"].map(|id| old(id, Ready)).into();
+        assert_eq!(starts(&hands, 5), 1);
+        hands.push(hand("6", "a", Starting, false));
+        assert_eq!(starts(&hands, 5), 0);
+        (hands[0].stage, hands[5].stage) = (Stopping, Ready);
+        assert_eq!(starts(&hands, 5), 0);
+        hands.remove(1);
+        assert_eq!(starts(&hands, 5), 1, "one has died while another is replaced");
     }
 
     #[test]
@@ -374,19 +415,19 @@ mod tests {
         let two = posts(&[(&["a"], 2)]);
         let start = Step::Start(queues(&["a"]));
         let mut hands = vec![hand("1", "a", Ready, true), hand("2", "a", Ready, true)];
-        assert_eq!(steps(&two, &hands, 9), std::slice::from_ref(&start));
+        assert_eq!(steps(&two, &hands, MAX, 9), std::slice::from_ref(&start));
         hands.push(hand("3", "a", Starting, false));
-        assert_eq!(steps(&two, &hands, 9), [], "it is not there yet");
+        assert_eq!(steps(&two, &hands, MAX, 9), [], "it is not there yet");
         hands[2].stage = Ready;
-        assert_eq!(steps(&two, &hands, 9), [Step::Stop("1".into())]);
+        assert_eq!(steps(&two, &hands, MAX, 9), [Step::Stop("1".into())]);
         hands[0].stage = Stopping;
-        assert_eq!(steps(&two, &hands, 9), [], "it still works");
+        assert_eq!(steps(&two, &hands, MAX, 9), [], "it still works");
         hands.remove(0);
-        assert_eq!(steps(&two, &hands, 9), [start]);
+        assert_eq!(steps(&two, &hands, MAX, 9), [start]);
         hands.push(hand("4", "a", Ready, false));
-        assert_eq!(steps(&two, &hands, 9), [Step::Stop("2".into())]);
+        assert_eq!(steps(&two, &hands, MAX, 9), [Step::Stop("2".into())]);
         hands.remove(0);
-        assert_eq!(steps(&two, &hands, 9), []);
+        assert_eq!(steps(&two, &hands, MAX, 9), []);
     }
 
     proptest! {
@@ -430,6 +471,9 @@ mod tests {
         fn following_the_steps_comes_to_rest_at_what_should_be(
             wanted in prop::collection::btree_map(0_usize..4, 0_u32..5, 0..4),
             there in prop::collection::vec((0_usize..4, 0_u8..4, any::<bool>()), 0..12),
+            more in 0_u32..3,
+            // How many looks later they have ended that are told to stop, in turns.
+            ends in prop::collection::vec(1_u32..6, 1..8),
         ) {
             let names = ["a", "b", "c", "d"];
             let posts: Posts = wanted.iter().map(|(at, count)| (queues(&[names[*at]]), *count)).collect();
@@ -437,20 +481,35 @@ mod tests {
             let mut hands: Vec<Hand> = there.iter().enumerate().map(|(id, (at, stage, is_old))| {
                 hand(&id.to_string(), names[*at], stages[usize::from(*stage)], *is_old)
             }).collect();
+            let max = wanted.values().sum::<u32>() + more;
             let mut next = hands.len();
+            let mut ends = ends.into_iter().cycle();
+            let mut left: BTreeMap<String, u32> = BTreeMap::new();
             for round in 0.. {
-                prop_assert!(round < 100, "it never comes to rest: {hands:?}");
-                let steps = steps(&posts, &hands, 3);
-                // Before the next look, what was begun has ended.
-                hands.retain(|hand| hand.stage != Stage::Stopping);
-                hands.iter_mut().filter(|hand| hand.stage == Stage::Starting).for_each(|hand| hand.stage = Stage::Ready);
+                prop_assert!(round < 500, "it never comes to rest: {hands:?}");
+                let steps = steps(&posts, &hands, max, 3);
+                let starts = steps.iter().filter(|step| matches!(step, Step::Start(_))).count();
+                let there = hands.iter().filter(|hand| hand.stage != Stage::Silent).count();
+                let is_restart = hands.iter().any(|hand| hand.is_old);
+                let most = max as usize + usize::from(is_restart);
+                prop_assert!(starts == 0 || there + starts <= most, "{starts} beside {hands:?}");
                 if steps.is_empty() && hands.iter().all(|hand| hand.stage == Stage::Ready && !hand.is_old) {
                     break;
                 }
+                hands.retain(|hand| {
+                    if hand.stage != Stage::Stopping {
+                        return true;
+                    }
+                    let left = left.entry(hand.id.clone()).or_insert_with(|| ends.next().unwrap_or(1));
+                    *left -= 1;
+                    *left > 0
+                });
+                // Before the next look, what was started is there.
+                hands.iter_mut().filter(|hand| hand.stage == Stage::Starting).for_each(|hand| hand.stage = Stage::Ready);
                 for step in steps {
                     match step {
                         Step::Start(set) => {
-                            hands.push(Hand { id: next.to_string(), queues: set, stage: Stage::Starting, is_old: false });
+                            hands.push(Hand { id: next.to_string(), queues: set, stage: Stage::Starting, is_old: false, is_busy: next.is_multiple_of(2) });
                             next += 1;
                         }
                         Step::Stop(id) => hands.iter_mut().filter(|hand| hand.id == id).for_each(|hand| hand.stage = Stage::Stopping),

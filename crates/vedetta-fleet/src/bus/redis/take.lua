@@ -6,7 +6,11 @@ for _, id in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do
     local value, left = redis.call('GET', key), redis.call('PTTL', key)
     redis.call('DEL', key)
     if value and left > 0 then
-        redis.call('HSET', prefix .. 'record:' .. id, 'state', 'taken')
+        local record = prefix .. 'record:' .. id
+        -- If the clock was set back since it was put, more seems to be left than there ever was.
+        local times = redis.call('HMGET', record, 'created', 'expires')
+        left = math.min(left, times[2] - times[1])
+        redis.call('HSET', record, 'state', 'taken')
         table.insert(taken, { id, value, left })
     end
 end
