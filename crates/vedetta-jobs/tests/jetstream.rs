@@ -1557,6 +1557,23 @@ async fn a_paused_stream_hands_nothing_out_here_until_it_is_resumed() {
 }
 
 #[tokio::test]
+async fn what_is_on_its_way_when_a_stream_is_paused_is_not_gone_for_an_ack_wait() {
+    const JOBS: u64 = 20_000;
+    let server = Server::start().await;
+    let options = Options { fetch_batch: some(1000), max_ack_pending: some(4096), ..patient() };
+    let jobs = Arc::new(open(&server, options).await);
+    jobs.enqueue(&vec![NewJob::new("film"); JOBS as usize]).await.unwrap();
+    let working = start(worker(24, Duration::ZERO, &Arc::default()), &jobs);
+    let done = || working.status().flow.done;
+    while done() < JOBS {
+        let before = done();
+        eventually("they go on", async || done() > before).await;
+        jobs.pause(true).await;
+        jobs.pause(false).await;
+    }
+}
+
+#[tokio::test]
 async fn a_job_that_is_removed_from_its_stream_is_no_longer_its_workers() {
     let server = Server::start().await;
     let context = stranger(&server).await;

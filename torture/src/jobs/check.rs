@@ -145,6 +145,18 @@ impl Evidence {
         befell(run).or(befell(next)).map(|_| "stream delivered it late")
     }
 
+    /// Why one may begin after another has ended: it was handed out before that end, and its worker did not run until its
+    /// lease was over. What it then begins it cannot settle.
+    fn begun_late(&self, run: &Run, next: &Run) -> Option<&'static str> {
+        let (ended, begun) = (run.settled?.0, next.begun[0]);
+        let could_settle = matches!(next.settled, Some((_, answer)) if answer != Answer::Stale);
+        let stalled = |fault: &Fault| {
+            fault.worker == Some(next.worker) && fault.from <= begun && fault.until >= next.from
+        };
+        let is_excused = next.from < ended && !could_settle && self.faults.iter().any(stalled);
+        is_excused.then_some("taken before that end, and its worker stalled")
+    }
+
     fn check_runs(&self, runs: &HashMap<u64, Vec<&Run>>, report: &mut Report) {
         for (number, runs) in runs {
             let Some(asked) = self.asked(*number) else {
@@ -164,7 +176,9 @@ impl Evidence {
             let mut failures = 0;
             for (at, run) in runs.iter().enumerate() {
                 let next = runs.get(at + 1);
-                let again = next.and_then(|next| self.delivered_again(run, next));
+                let again = next.and_then(|next| {
+                    self.delivered_again(run, next).or_else(|| self.begun_late(run, next))
+                });
                 let until = run.settled.map(|(at, _)| at).or(next.map(|next| next.begun[0]));
                 let fault = self.fault(run, until.unwrap_or(u64::MAX)).or(again);
                 let is_called_off = asked.called_off.is_some_and(|said| said != CallOff::TooLate);

@@ -21,13 +21,13 @@ use async_nats::{Message, StatusCode, Subject, Subscriber};
 use futures_util::{FutureExt as _, StreamExt as _};
 use hashbrown::{HashMap, HashSet};
 use tokio::sync::{Notify, mpsc, oneshot};
-use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
+use tokio::time::{Instant, MissedTickBehavior, interval, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use vedetta_core::queue::{Settled, Woken};
 
 use super::letter::{Asked, Letter, Reader};
 use super::pulls::{End, Opened, Pulls};
-use super::{BUNCH, Shared, whole_millis};
+use super::{AT_ONCE, BUNCH, Shared, whole_millis};
 use crate::job::{Claim, JobId};
 
 /// Of so many jobs at most it is known which deliveries were no attempts.
@@ -503,10 +503,16 @@ impl Shared {
         self.state.lock().pulls.leave();
     }
 
-    /// Has nothing more come to an inbox, and takes in what did.
+    /// Has nothing more come to an inbox, and takes in what did. What is on its way to an inbox that was left would come
+    /// again after `ack_wait` only: so that is awaited first, and no pull brings for long what there is at once.
     async fn leave(&self, mut inbox: Subscriber) {
+        let mut reader = Reader::new(&self.context);
+        let last = Instant::now() + LAST_WORDS;
+        let quiet = || last.min(Instant::now() + AT_ONCE);
+        while let Ok(Some(message)) = timeout_at(quiet(), inbox.next()).await {
+            self.take_in(once(message), &mut reader);
+        }
         if inbox.drain().await.is_ok() {
-            let mut reader = Reader::new(&self.context);
             while let Ok(Some(message)) = timeout(LAST_WORDS, inbox.next()).await {
                 self.take_in(once(message), &mut reader);
             }
