@@ -747,7 +747,8 @@ impl Shared {
             });
         }
         // Who waits is called when something comes, and when pulls can be opened again.
-        let is_called = state.pulls.is_any_open() || state.pulls.have_left();
+        let pulls = &state.pulls;
+        let is_called = pulls.is_any_open() || pulls.have_left() || pulls.were_refused();
         let nothing_more = state.ready.is_empty() && is_called;
         Taken { jobs, rest: nothing_more.then_some(self.options.fetch_timeout) }
     }

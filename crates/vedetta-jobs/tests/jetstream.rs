@@ -404,7 +404,17 @@ async fn a_stream_that_cannot_keep_the_jobs_is_refused_by_what_differs() {
         ..stream::Config::default()
     };
     let dead = "vedetta.dead.MEDIA";
+    let elsewhere = stream::Source { name: "ELSEWHERE".into(), ..stream::Source::default() };
+    context.create_stream(of("ELSEWHERE", "elsewhere", false)).await.unwrap();
     for (found, told) in [
+        (
+            stream::Config {
+                mirror: Some(elsewhere),
+                subjects: Vec::new(),
+                ..of("MEDIA_DEAD", dead, false)
+            },
+            "stream MEDIA_DEAD has other subjects: wanted vedetta.dead.MEDIA, found ",
+        ),
         (
             of(STREAM, "media.other", false),
             "stream MEDIA has other subjects: wanted media.files, found media.other, media.other.more",
@@ -1558,14 +1568,14 @@ async fn a_paused_stream_hands_nothing_out_here_until_it_is_resumed() {
 
 #[tokio::test]
 async fn what_is_on_its_way_when_a_stream_is_paused_is_not_gone_for_an_ack_wait() {
-    const JOBS: u64 = 20_000;
+    const JOBS: usize = 20_000;
     let server = Server::start().await;
     let options = Options { fetch_batch: some(1000), max_ack_pending: some(4096), ..patient() };
     let jobs = Arc::new(open(&server, options).await);
-    jobs.enqueue(&vec![NewJob::new("film"); JOBS as usize]).await.unwrap();
+    jobs.enqueue(&vec![NewJob::new("film"); JOBS]).await.unwrap();
     let working = start(worker(24, Duration::ZERO, &Arc::default()), &jobs);
     let done = || working.status().flow.done;
-    while done() < JOBS {
+    while done() < JOBS as u64 {
         let before = done();
         eventually("they go on", async || done() > before).await;
         jobs.pause(true).await;

@@ -62,7 +62,9 @@ pub(super) struct State {
     /// By sequence, the deliveries that were no attempts: this process gave them back.
     forgiven: BTreeMap<u64, u32>,
     /// By sequence, when those were asked for that have ended here, if that is recorded nowhere.
-    over: BTreeMap<u64, SystemTime>,
+    over: HashMap<u64, SystemTime>,
+    /// Their sequences, as they ended.
+    over_in_turn: VecDeque<u64>,
     /// What the last few messages cost, or rather more; unknown before the first.
     cost: Option<f64>,
     /// What comes may have ended before, as far as is recorded, and is to be looked up.
@@ -125,7 +127,8 @@ impl State {
             held: HashMap::new(),
             settled: HashMap::new(),
             forgiven: BTreeMap::new(),
-            over: BTreeMap::new(),
+            over: HashMap::new(),
+            over_in_turn: VecDeque::new(),
             cost: None,
             is_recorded,
             unanswered: None,
@@ -150,10 +153,12 @@ impl State {
     /// There will be no more deliveries of it.
     pub(super) fn is_over(&mut self, letter: &Letter) {
         self.forgiven.remove(&letter.sequence);
-        if !self.is_recorded {
-            self.over.insert(letter.sequence, letter.published);
-            if self.over.len() > OVER {
-                self.over.pop_first();
+        if !self.is_recorded && self.over.insert(letter.sequence, letter.published).is_none() {
+            self.over_in_turn.push_back(letter.sequence);
+            if self.over_in_turn.len() > OVER
+                && let Some(oldest) = self.over_in_turn.pop_front()
+            {
+                self.over.remove(&oldest);
             }
         }
     }
@@ -393,12 +398,13 @@ pub(super) async fn run(
                 }
             }
             _ = ticks.tick() => {
-                let (overdue, has_lapsed) = {
+                let (overdue, is_to_look) = {
                     let mut state = shared.state.lock();
                     state.forget_lapsed(shared.options.ack_wait);
-                    (state.overdue(patience), state.pulls.lapse(Instant::now()))
+                    let has_lapsed = state.pulls.lapse(Instant::now());
+                    (state.overdue(patience), has_lapsed || state.pulls.were_refused())
                 };
-                if has_lapsed {
+                if is_to_look {
                     shared.call();
                 }
                 shared.give_back(&overdue).await;
@@ -435,7 +441,12 @@ impl Shared {
                 Some(status) => {
                     self.have_come(std::mem::take(&mut letters), now);
                     self.heard(&message, status);
-                    self.call();
+                    if self.state.lock().pulls.were_refused() {
+                        // The next would be, too: there is another look with a tick.
+                        self.turn.notify_waiters();
+                    } else {
+                        self.call();
+                    }
                 }
             }
         }

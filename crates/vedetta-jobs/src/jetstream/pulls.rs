@@ -19,6 +19,9 @@ use tokio::time::Instant;
 
 use super::BUNCH;
 
+/// So many are open at most. One that got all it asked for says nothing, and is counted until all of them have.
+const MOST_OPEN: usize = 32;
+
 /// An end may come so much later than it should.
 const LATE: Duration = Duration::from_secs(1);
 
@@ -97,7 +100,10 @@ impl Pulls {
         let fit = fit.saturating_sub(self.coming);
         self.are_enough &= self.is_any_open();
         if let Some(last) = self.open.back()
-            && (self.are_enough || fit < BUNCH || self.coming > last.batch / 2)
+            && (self.are_enough
+                || fit < BUNCH
+                || self.coming > last.batch / 2
+                || self.open.len() >= MOST_OPEN)
         {
             return None;
         }
@@ -119,6 +125,11 @@ impl Pulls {
 
     pub(super) fn is_open(&self, number: u64) -> bool {
         self.open.iter().any(|pull| pull.number == number)
+    }
+
+    /// The server refused the last one, as those of others ask for more than there is. Nobody says when that is over.
+    pub(super) fn were_refused(&self) -> bool {
+        self.are_enough && !self.is_any_open()
     }
 
     pub(super) fn is_any_open(&self) -> bool {
@@ -302,6 +313,34 @@ mod tests {
         assert_eq!(open(&mut pulls, 1_000), Some((3, 1_000)));
         come(&mut pulls, 500);
         assert_eq!(open(&mut pulls, 1_000), Some((4, 500)));
+    }
+
+    #[test]
+    fn one_that_is_refused_for_those_of_others_is_known_until_the_next() {
+        let mut pulls = pulls();
+        open(&mut pulls, 5);
+        assert!(!pulls.were_refused());
+        pulls.ended(1, End::Refused);
+        assert!(pulls.were_refused());
+        assert_eq!(open(&mut pulls, 5), Some((2, 5)));
+        assert!(!pulls.were_refused());
+    }
+
+    #[test]
+    fn however_long_it_goes_on_no_more_are_open_than_are_allowed() {
+        let mut pulls = pulls();
+        let mut opened = 0;
+        while open(&mut pulls, 1_000).is_some() {
+            opened += 1;
+            let half = pulls.open.back().unwrap().batch / 2;
+            let messages = pulls.coming - half;
+            come(&mut pulls, messages);
+            assert!(opened <= MOST_OPEN && pulls.coming > 0);
+        }
+        assert_eq!(opened, MOST_OPEN);
+        let messages = pulls.coming;
+        come(&mut pulls, messages);
+        assert_eq!(open(&mut pulls, 1_000), Some((opened as u64 + 1, 1_000)));
     }
 
     #[test]

@@ -32,14 +32,14 @@ pub(super) async fn set_up(context: &Context, options: &Options) -> Result<SetUp
         retention: RetentionPolicy::WorkQueue,
         ..Config::default()
     };
-    let stream = ensure(context, wanted).await?;
+    let stream = ensure(context, wanted, Holds::Jobs).await?;
     let dead = Config {
         name: options.dead_stream.clone(),
         subjects: vec![options.dead_subject()],
         duplicate_window: SAME,
         ..Config::default()
     };
-    let dead = ensure(context, dead).await?;
+    let dead = ensure(context, dead, Holds::DeadLetters).await?;
     let dead = &dead.cached_info().config;
     let config = &stream.cached_info().config;
     let has_others = config.retention != RetentionPolicy::WorkQueue;
@@ -65,7 +65,14 @@ pub(super) async fn look(context: &Context, options: &Options) -> Result<Vec<Str
     Ok(warnings)
 }
 
-async fn ensure(context: &Context, wanted: Config) -> Result<Stream, JobsError> {
+/// What a stream is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Holds {
+    Jobs,
+    DeadLetters,
+}
+
+async fn ensure(context: &Context, wanted: Config, holds: Holds) -> Result<Stream, JobsError> {
     let (name, subjects) = (wanted.name.clone(), wanted.subjects.clone());
     let stream = match context.get_stream(&name).await {
         Ok(stream) => stream,
@@ -76,8 +83,8 @@ async fn ensure(context: &Context, wanted: Config) -> Result<Stream, JobsError> 
         Err(error) => return Err(unavailable(format!("asking for the stream {name}"), error)),
     };
     let found = &stream.cached_info().config;
-    // What is copied from another stream has the subjects of that one.
-    let is_copy = found.mirror.is_some() || found.sources.is_some();
+    // Jobs that are copied from another stream have the subjects of that one; dead letters we publish ourselves.
+    let is_copy = holds == Holds::Jobs && (found.mirror.is_some() || found.sources.is_some());
     let has = |wanted: &String| found.subjects.iter().any(|found| covers(found, wanted));
     if !is_copy && !subjects.iter().all(has) {
         let (wanted, found) = (subjects.join(", "), found.subjects.join(", "));
