@@ -27,7 +27,7 @@ use crate::output::{self, Format};
 /// commands, and say what to do
 ///
 /// Takes the same flags as `vedetta up`, and checks what that would use; of an etcd as store.url only its TLS files. With
-/// --server it also checks whether a server is ready there and takes the token in VEDETTA_TOKEN. Changes nothing (to try
+/// --server it also checks whether a server is ready there and takes the token in `VEDETTA_TOKEN`. Changes nothing (to try
 /// fsync it makes a file and removes it), and can be run beside a server. Ends with exit code 1 if something is broken;
 /// programs that only optional parts need may be missing.
 #[derive(Debug, Args)]
