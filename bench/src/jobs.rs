@@ -43,6 +43,7 @@ Backlog: jobs per second that do nothing, as many as in runs, while a million
   behind  more are ready, and wait behind them
   later   are for tomorrow
   single  the same, and jobs taken on, a job a call, 20 callers at once
+  bulk    and a thousand jobs a call, one caller
 And the latency while they are for tomorrow.
 
 Jetstream: jobs per second that do nothing on NATS JetStream, and messages per second that its bare client pulls
@@ -87,7 +88,7 @@ enum Scenario {
     Jetstream,
 }
 
-/// How many times the best of the others our jobs on PostgreSQL must be, in runs.
+/// How many times the best of the others our jobs on PostgreSQL must be, in runs, whatever else waits.
 const RUNS_ON_POSTGRES: f64 = 1.5;
 /// And our own on PostgreSQL those on SQLite.
 const RUNS_ON_SQLITE: f64 = 3.0;
@@ -189,13 +190,15 @@ impl Bench {
     }
 
     async fn backlog(&mut self, args: &Args) -> anyhow::Result<()> {
-        let rate = |name, what, counts| Rate { name, what, counts, least: AHEAD };
+        let rate = |name, what, counts, least| Rate { name, what, counts, least };
         let (jobs, waiting) = (args.count, args.waiting);
+        let behind = Counts { jobs, behind: waiting, later: 0 };
         let later = |jobs| Counts { jobs, behind: 0, later: waiting };
         let columns = [
-            rate("behind", What::Runs, Counts { jobs, behind: waiting, later: 0 }),
-            rate("later", What::Runs, later(jobs)),
-            rate("single", What::Single, later(jobs / 5)),
+            rate("behind", What::Runs, behind, RUNS_ON_POSTGRES),
+            rate("later", What::Runs, later(jobs), RUNS_ON_POSTGRES),
+            rate("single", What::Single, later(jobs / 5), AHEAD),
+            rate("bulk", What::Bulk, later(jobs), AHEAD),
         ];
         self.rates(args, &columns).await?;
         println!();

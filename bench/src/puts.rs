@@ -4,13 +4,13 @@
 //! thread (evaluate, encode, one B-tree insert), the floor by waking its callers.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use tokio::task::JoinSet;
 use vedetta_kv::Put;
 
-use crate::figures::{Cpu, median, rate};
+use crate::figures::{Cpu, median, millis, quantile, rate};
 use crate::floor::Floor;
 use crate::setup;
 
@@ -24,6 +24,8 @@ Columns, each the median of the rounds:
   floor/s    records per second of the floor: appended to a file, one fdatasync for all that wait
   vedetta/s  puts per second of the store, answered when durable
   ratio      vedetta/s over floor/s of the same round
+  p99 ms     how long a record of the floor takes at most, and a put of the store, but for one in a hundred:
+             so with the commits that wait for a checkpoint
   floor µs   CPU of the floor's one thread per record; it also wakes the callers
   writer µs  CPU of the store's two writer threads per put; they also wake the callers";
 
@@ -55,8 +57,15 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
         "--check looks at 1, 64 and 256 callers, and none of these is measured"
     );
     println!(
-        "{:>8} {:>10} {:>10} {:>6} {:>9} {:>10}",
-        "callers", "floor/s", "vedetta/s", "ratio", "floor µs", "writer µs"
+        "{:>8} {:>10} {:>10} {:>6} {:>12} {:>14} {:>9} {:>10}",
+        "callers",
+        "floor/s",
+        "vedetta/s",
+        "ratio",
+        "floor p99 ms",
+        "vedetta p99 ms",
+        "floor µs",
+        "writer µs"
     );
     let mut missed = Vec::new();
     for &callers in &args.callers {
@@ -68,9 +77,11 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
             |figure: fn(&Round) -> f64| median(&mut rounds.iter().map(figure).collect::<Vec<_>>());
         let ratio = of(|round| round.ours / round.floor);
         println!(
-            "{callers:>8} {:>10.0} {:>10.0} {ratio:>6.2} {:>9.1} {:>10.1}",
+            "{callers:>8} {:>10.0} {:>10.0} {ratio:>6.2} {:>12.2} {:>14.2} {:>9.1} {:>10.1}",
             of(|round| round.floor),
             of(|round| round.ours),
+            of(|round| round.floor_p99),
+            of(|round| round.our_p99),
             of(|round| round.floor_cpu),
             of(|round| round.writer_cpu),
         );
@@ -86,10 +97,12 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Calls per second, and CPU per call in µs.
+/// Calls per second, the p99 of a call in ms, and CPU per call in µs.
 struct Round {
     floor: f64,
     ours: f64,
+    floor_p99: f64,
+    our_p99: f64,
     floor_cpu: f64,
     writer_cpu: f64,
 }
@@ -131,6 +144,8 @@ async fn round(args: &Args, callers: usize) -> anyhow::Result<Round> {
     Ok(Round {
         floor: floor_done.rate,
         ours: our_done.rate,
+        floor_p99: floor_done.p99,
+        our_p99: our_done.p99,
         floor_cpu: floor_done.each(floor_cpu),
         writer_cpu: our_done.each(cpu.of("vedetta-writer")),
     })
@@ -143,6 +158,7 @@ fn key(keys: u64) -> String {
 struct Done {
     count: u64,
     rate: f64,
+    p99: f64,
 }
 
 impl Done {
@@ -158,23 +174,31 @@ where
     F: Fn() -> Fut + Clone + Send + 'static,
     Fut: Future<Output = ()> + Send,
 {
-    let (stop, count) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+    let stop = Arc::new(AtomicBool::new(false));
     let mut tasks = JoinSet::new();
     let started = Instant::now();
     for _ in 0..callers {
-        let (stop, count, call) = (Arc::clone(&stop), Arc::clone(&count), call.clone());
+        let (stop, call) = (Arc::clone(&stop), call.clone());
         tasks.spawn(async move {
+            let mut took = Vec::new();
             while !stop.load(Ordering::Relaxed) {
+                let called = Instant::now();
                 call().await;
-                count.fetch_add(1, Ordering::Relaxed);
+                took.push(called.elapsed());
             }
+            took
         });
     }
     tokio::time::sleep(time).await;
     stop.store(true, Ordering::Relaxed);
+    let mut of_each = Vec::new();
     while let Some(done) = tasks.join_next().await {
-        done?;
+        of_each.push(done?);
     }
-    let count = count.load(Ordering::Relaxed);
-    Ok(Done { count, rate: rate(count, started.elapsed()) })
+    let elapsed = started.elapsed();
+    let mut took = of_each.concat();
+    anyhow::ensure!(!took.is_empty(), "nothing was done in the time given");
+    let count = took.len() as u64;
+    let p99 = millis(quantile(&mut took, 0.99));
+    Ok(Done { count, rate: rate(count, elapsed), p99 })
 }

@@ -36,7 +36,7 @@ Milliseconds until the work starts, when nothing else is to do, p50 and p99; fro
   enqueue  a record put directly into the stage's queue; of graphile-worker: a job added
 
 Backlog: untouched runs per second, alone, beside a million records that are not due, and before a million that are
-due, too.
+due, too; of as many entities each time.
 
 Processes: runs of 5 ms each per second, 16 at once in a process, by 1, 2 and 4 processes that share 16 shards.
 
@@ -109,11 +109,13 @@ struct Load {
     waiting: u64,
     /// Records that are due after those that count.
     behind: u64,
+    /// Entities that have none.
+    spare: u64,
 }
 
 impl Load {
     fn of(count: u64) -> Self {
-        Self { count, waiting: 0, behind: 0 }
+        Self { count, waiting: 0, behind: 0, spare: 0 }
     }
 }
 
@@ -209,7 +211,7 @@ impl Bench {
     async fn backlog(&self, args: &Args) -> anyhow::Result<()> {
         let alone = Load::of(args.count);
         let loads = [
-            alone,
+            Load { spare: args.waiting, ..alone },
             Load { waiting: args.waiting, ..alone },
             Load { behind: args.waiting, ..alone },
         ];
@@ -304,12 +306,12 @@ impl Bench {
     }
 
     async fn measure(&self, side: Side, what: What, load: Load) -> anyhow::Result<Vec<f64>> {
-        let Load { count, waiting, behind } = load;
+        let Load { count, waiting, behind, spare } = load;
         let mut ours = Command::new(std::env::current_exe()?);
         let name = what.to_possible_value().expect("none is skipped");
         ours.args(["stages-ours", name.get_name(), "--parallel", &PARALLEL.to_string()]);
         ours.args(["--count", &count.to_string(), "--waiting", &waiting.to_string()]);
-        ours.args(["--behind", &behind.to_string()]);
+        ours.args(["--behind", &behind.to_string(), "--spare", &spare.to_string()]);
         if side == Side::Sqlite {
             let folder = setup::folder()?;
             return figures(ours.arg("--folder").arg(folder.path()));

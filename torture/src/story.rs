@@ -105,6 +105,8 @@ pub struct Resumed {
     pub until: u64,
     /// Revisions as they came, for each watcher of [`WATCHED`].
     pub seen: Vec<Vec<(u64, Vec<Ev>)>>,
+    /// Those that cannot go on, and why.
+    pub stuck: BTreeMap<usize, String>,
 }
 
 /// A key as a replay of the history makes it.
@@ -259,34 +261,33 @@ impl Story {
 
     /// Lets the watchers go on in `store` until each has come to its newest revision. The story does not change: the
     /// watchers of a workload go on from where they were, too.
-    pub async fn follow(&self, store: &Store) -> Result<Resumed, String> {
+    pub async fn follow(&self, store: &Store) -> Resumed {
         let until = store.revision().0;
-        let mut seen = Vec::new();
+        let (mut seen, mut stuck) = (Vec::new(), BTreeMap::new());
         for (watcher, track) in self.tracks.iter().enumerate() {
             let following = follow(store, WATCHED[watcher], track.resume(store), until);
             let followed = tokio::time::timeout(PATIENCE, following).await;
             let followed = followed.unwrap_or_else(|_| Err("it waits forever".to_owned()));
-            seen.push(followed.map_err(|why| format!("watcher {watcher} cannot go on: {why}"))?);
+            seen.push(followed.unwrap_or_else(|why| {
+                stuck.insert(watcher, why);
+                Vec::new()
+            }));
         }
-        Ok(Resumed { until, seen })
+        Resumed { until, seen, stuck }
     }
 
     /// Lets the watchers go on, reads the whole store and lists what cannot be. The story then knows what the store
     /// knows, and that no write under way until now can still come.
     pub async fn check(&mut self, store: &Store) -> Vec<String> {
-        match self.follow(store).await {
-            Ok(resumed) => self.check_with(store, &resumed).await,
-            Err(broken) => {
-                let mut wrong = std::mem::take(&mut self.wrong);
-                wrong.push(broken);
-                wrong
-            }
-        }
+        let resumed = self.follow(store).await;
+        self.check_with(store, &resumed).await
     }
 
     /// The same, when the watchers have gone on already.
     pub async fn check_with(&mut self, store: &Store, resumed: &Resumed) -> Vec<String> {
         let mut wrong = std::mem::take(&mut self.wrong);
+        let stuck = resumed.stuck.iter();
+        wrong.extend(stuck.map(|(watcher, why)| format!("watcher {watcher} cannot go on: {why}")));
         match tokio::time::timeout(PATIENCE, self.compare(store, resumed, &mut wrong)).await {
             Ok(Ok(())) => {}
             Ok(Err(broken)) => wrong.push(broken),
@@ -556,6 +557,9 @@ impl Story {
             }
             let seen = resumed.seen.get(watcher).map_or(&[][..], |seen| seen);
             self.resumed[watcher] = seen.len();
+            if resumed.stuck.contains_key(&watcher) {
+                continue;
+            }
             let differs = (0..expected.len().max(seen.len()))
                 .find(|&place| expected.get(place) != seen.get(place));
             if let Some(place) = differs {

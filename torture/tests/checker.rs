@@ -210,7 +210,7 @@ async fn what_a_resumed_watcher_sees_is_compared_with_the_history_and_every_lie_
     for ended in [Ended::AtOnce, Ended::Halfway] {
         let mut told = BTreeSet::new();
         let past = ended.story(&notes);
-        let honest = past.follow(&store).await.unwrap();
+        let honest = past.follow(&store).await;
         let mut checked = past.clone();
         assert_eq!(checked.check_with(&store, &honest).await, [""; 0], "{ended:?}");
         assert_eq!(
@@ -234,6 +234,22 @@ async fn what_a_resumed_watcher_sees_is_compared_with_the_history_and_every_lie_
         }
         assert_eq!(told.len(), RESUMED_LIES.len(), "{ended:?}: only {told:?} could be said");
     }
+    store.close().await;
+}
+
+#[tokio::test]
+async fn a_watcher_that_cannot_go_on_hides_nothing_else() {
+    let (_folder, store, notes) = filled(7).await;
+    let mut past = Ended::AtOnce.story(&notes);
+    let mut resumed = past.follow(&store).await;
+    assert!(resumed.stuck.is_empty(), "{:?}", resumed.stuck);
+    resumed.stuck.insert(0, "it was cut off".into());
+    resumed.seen[0].clear();
+    resumed.seen[1].clear();
+    let wrong = past.check_with(&store, &resumed).await;
+    let [stuck, other] = &wrong[..] else { panic!("{wrong:?}") };
+    assert_eq!(stuck, "watcher 0 cannot go on: it was cut off");
+    assert!(other.starts_with("watcher 1, resumed"), "{other}");
     store.close().await;
 }
 

@@ -147,6 +147,14 @@ fn free_address() -> anyhow::Result<SocketAddr> {
     Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?)
 }
 
+/// The program, built beside this one.
+pub(crate) fn released() -> anyhow::Result<PathBuf> {
+    let program = std::env::current_exe()?.with_file_name("vedetta");
+    let name = program.display();
+    anyhow::ensure!(program.exists(), "there is no {name}: cargo build --release -p vedetta-cli");
+    Ok(program)
+}
+
 fn spawn(kind: Kind, address: SocketAddr, folder: &Path) -> anyhow::Result<Child> {
     let data = folder.join("data");
     let mut command = match kind {
@@ -161,10 +169,7 @@ fn spawn(kind: Kind, address: SocketAddr, folder: &Path) -> anyhow::Result<Child
             etcd
         }
         Kind::Up => {
-            let program = std::env::current_exe()?.with_file_name("vedetta");
-            let name = program.display();
-            anyhow::ensure!(program.exists(), "there is no {name}: cargo build --release");
-            let mut up = Command::new(&program);
+            let mut up = Command::new(released()?);
             up.args(["up", "--http", "127.0.0.1:0", "--etcd", &address.to_string()]);
             up.arg("--data").arg(data).current_dir(folder);
             up

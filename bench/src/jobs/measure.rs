@@ -133,7 +133,7 @@ pub(crate) async fn measure(
     let figures = match what {
         What::Runs => vec![runs(queue, counts).await?],
         What::Single => vec![single(queue, counts).await?],
-        What::Bulk => vec![bulk(queue, counts.jobs).await?],
+        What::Bulk => vec![bulk(queue, counts).await?],
         What::Latency => latency(queue, counts).await?,
     };
     figures.iter().for_each(|figure| println!("{figure}"));
@@ -208,7 +208,9 @@ async fn single(queue: impl Measured, counts: Counts) -> anyhow::Result<f64> {
     Ok(rate(jobs, began.elapsed()))
 }
 
-async fn bulk(queue: impl Measured, jobs: u64) -> anyhow::Result<f64> {
+async fn bulk(queue: impl Measured, counts: Counts) -> anyhow::Result<f64> {
+    let Counts { jobs, later, .. } = counts;
+    put_off(&queue, jobs, later).await?;
     let began = Instant::now();
     for ids in batches(0..jobs, BULK) {
         queue.add(ids, None).await?;

@@ -2,7 +2,7 @@
 //
 //   node measure.mjs runs URL JOBS BEHIND LATER    → jobs per second; behind them wait more, and more for later
 //   node measure.mjs single URL JOBS 0 LATER       → jobs per second added one by one, by 20 callers
-//   node measure.mjs bulk URL JOBS                 → jobs per second added a thousand at a time
+//   node measure.mjs bulk URL JOBS 0 LATER         → jobs per second added a thousand at a time
 //   node measure.mjs latency URL SAMPLES 0 LATER   → milliseconds from the call that adds a job, and from its
 //                                                    return, to the start of the job: p50 p99 p50 p99
 
@@ -55,7 +55,8 @@ async function single(jobs, _, later = 0) {
   console.log(jobs / ((performance.now() - began) / 1e3));
 }
 
-async function bulk(jobs) {
+async function bulk(jobs, _, later = 0) {
+  if (later) await putOff(later).then(settleDown);
   const began = performance.now();
   for (const ids of batches(jobs, 1_000)) await queue.addMany(ids);
   console.log(jobs / ((performance.now() - began) / 1e3));

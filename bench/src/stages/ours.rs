@@ -46,6 +46,9 @@ pub(crate) struct Args {
     /// Records that are due after those that count.
     #[arg(long, default_value_t = 0)]
     behind: u64,
+    /// Entities without a record.
+    #[arg(long, default_value_t = 0)]
+    spare: u64,
     /// How many run at once.
     #[arg(long, default_value = "24")]
     parallel: NonZeroU32,
@@ -135,7 +138,8 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
     if args.what == What::Shared {
         return share(&args).await;
     }
-    let things = (args.count + args.behind + WARM_UP).cast_signed();
+    let things = args.count + args.waiting + args.behind + args.spare + WARM_UP;
+    let things = things.cast_signed();
     let figures = match &args.url {
         Some(url) => {
             let db = Postgres::open(url, &[postgres::SCHEMA]).await?;

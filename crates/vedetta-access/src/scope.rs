@@ -23,7 +23,7 @@ pub enum Area {
     Watchers,
     /// Keys, leases, watches and the history of the store.
     Kv,
-    /// Numbers of everything, and nothing but numbers.
+    /// Numbers of everything, with the names of the queues and watchers that they are of.
     Stats,
     /// All that changes, as it changes, whatever it is.
     Events,
@@ -74,6 +74,8 @@ pub enum Scope {
     All,
     /// These.
     Only(BTreeSet<Area>),
+    /// Stored by a Vedetta that knows more areas than this one: none, as it cannot be told which.
+    Unknown(String),
 }
 
 /// What stands for [`Scope::All`].
@@ -85,6 +87,7 @@ impl Scope {
         match self {
             Self::All => true,
             Self::Only(areas) => areas.contains(&area),
+            Self::Unknown(_) => false,
         }
     }
 
@@ -93,13 +96,22 @@ impl Scope {
         match self {
             Self::All => vec![ALL],
             Self::Only(areas) => areas.iter().map(|area| area.word()).collect(),
+            Self::Unknown(_) => Vec::new(),
         }
+    }
+
+    /// As it was stored. It may have been by a Vedetta that knows more areas.
+    pub(crate) fn stored(text: String) -> Self {
+        text.parse().unwrap_or(Self::Unknown(text))
     }
 }
 
 impl fmt::Display for Scope {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.words().join(","))
+        match self {
+            Self::Unknown(text) => f.write_str(text),
+            known => f.write_str(&known.words().join(",")),
+        }
     }
 }
 

@@ -12,7 +12,7 @@ use crate::audit::{Entry, Outcome};
 use crate::secret::{Secret, hash};
 use crate::store::{millis, time};
 use crate::token::BEGINNING;
-use crate::user::{role, scope};
+use crate::user::role;
 use crate::{Access, AccessError, Role, Scope, password};
 
 /// A session that nobody used for so long is over.
@@ -232,7 +232,7 @@ impl Access {
             let mut statement = connection.prepare_cached(sql)?;
             let row = statement.query_row([hash], |row| {
                 let (expires, used): (Option<i64>, Option<i64>) = (row.get(2)?, row.get(3)?);
-                let (role, scope) = (role(row.get(1)?)?, scope(row.get(4)?)?);
+                let (role, scope) = (role(row.get(1)?)?, Scope::stored(row.get(4)?));
                 Ok((row.get(0)?, role, scope, expires.map(time), used.map(time)))
             });
             row.optional()?

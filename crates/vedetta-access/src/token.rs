@@ -8,7 +8,7 @@ use serde::Serialize;
 use crate::audit::Entry;
 use crate::secret::{Secret, hash};
 use crate::store::{check_name, is_taken, millis, time};
-use crate::user::{maybe_stamp, role, scope, stamp};
+use crate::user::{maybe_stamp, role, stamp};
 use crate::{Access, AccessError, Role, Scope};
 
 /// So that it is known for what it is where it should not be.
@@ -54,7 +54,7 @@ impl Access {
                 created: time(row.get(2)?),
                 expires: row.get::<_, Option<i64>>(3)?.map(time),
                 used: row.get::<_, Option<i64>>(4)?.map(time),
-                scope: scope(row.get(5)?)?,
+                scope: Scope::stored(row.get(5)?),
             })
         })?;
         Ok(rows.collect::<rusqlite::Result<_>>()?)

@@ -7,7 +7,7 @@ use serde::{Serialize, Serializer};
 
 use crate::audit::Entry;
 use crate::store::{check_name, is_taken, millis, time};
-use crate::{Access, AccessError, Role, Scope, password};
+use crate::{Access, AccessError, Role, password};
 
 /// Somebody who can sign in.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -120,11 +120,6 @@ impl Access {
 /// A stored role; one that nobody knows is none.
 pub(crate) fn role(word: String) -> rusqlite::Result<Role> {
     word.parse().map_err(|_| rusqlite::Error::InvalidColumnName(word))
-}
-
-/// A stored scope; one that nobody knows is none.
-pub(crate) fn scope(text: String) -> rusqlite::Result<Scope> {
-    text.parse().map_err(|_| rusqlite::Error::InvalidColumnName(text))
 }
 
 fn known(tx: &Transaction<'_>, name: &str) -> Result<i64, AccessError> {

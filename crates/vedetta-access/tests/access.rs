@@ -216,7 +216,15 @@ fn a_token_is_good_where_its_scope_says_and_everywhere_without_one() {
     // What a later program wrote is not taken for more than it may be.
     let file = rusqlite::Connection::open(folder.path().join(FILE)).unwrap();
     file.execute("UPDATE token SET scope = 'jobs,moon' WHERE name = 'worker'", []).unwrap();
-    assert!(access.by_token(only.reveal(), now).is_err());
+    let unknown = Scope::Unknown("jobs,moon".into());
+    assert!(Area::ALL.into_iter().all(|area| !unknown.has(area)));
+    assert_eq!(scope(&access, &only), unknown);
+    // And keeps nobody from seeing the others.
+    let listed: Vec<_> = access.tokens().unwrap().into_iter().map(|one| one.scope).collect();
+    assert_eq!(listed, [Scope::All, unknown]);
+    assert_eq!((listed[1].to_string().as_str(), listed[1].words()), ("jobs,moon", vec![]));
+    access.set_scope("worker", &"jobs".parse().unwrap()).unwrap();
+    assert_eq!(scope(&access, &only), Scope::Only([Area::Jobs].into()));
 }
 
 #[test]

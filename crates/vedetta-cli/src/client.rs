@@ -32,6 +32,11 @@ pub(crate) struct Remote {
 }
 
 impl Remote {
+    /// This server.
+    pub(crate) fn to(server: &str) -> Self {
+        Self { server: server.to_owned(), output: Format::Json }
+    }
+
     /// The server, as it was given.
     pub(crate) fn server(&self) -> &str {
         &self.server

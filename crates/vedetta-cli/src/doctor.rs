@@ -8,27 +8,35 @@ use std::time::Duration;
 
 use clap::Args;
 use serde::{Serialize, Serializer};
+use serde_json::Value;
 use vedetta::access::Access;
 use vedetta::db::postgres::Postgres;
 use vedetta::db::{self, DataFolder};
+use vedetta::fleet::bus::redis::RedisBus;
 use vedetta::jobs::jetstream::{self, JetStream};
 use vedetta::kv;
 use vedetta::telemetry::Settings;
 
 use crate::backup;
-use crate::config::{Config, JobsAt, Place, runnable};
+use crate::client::{Client, ClientError, Remote};
+use crate::config::{BusAt, Config, JobsAt, Place, runnable};
 use crate::exit::No;
 use crate::output::{self, Format};
 
-/// Check the data folder, the database, the disk, the ports and the watchers' commands, and say what to do
+/// Check the data folder, the database, the disk, the ports, what jobs.url and bus.url name, the TLS files and the watchers'
+/// commands, and say what to do
 ///
-/// Takes the same flags as `vedetta up`, and checks what that would use. Changes nothing (to try fsync it makes
-/// a file and removes it), and can be run beside a server. Ends with exit code 1 if something is broken;
+/// Takes the same flags as `vedetta up`, and checks what that would use; of an etcd as store.url only its TLS files. With
+/// --server it also checks whether a server is ready there and takes the token in `VEDETTA_TOKEN`. Changes nothing (to try
+/// fsync it makes a file and removes it), and can be run beside a server. Ends with exit code 1 if something is broken;
 /// programs that only optional parts need may be missing.
 #[derive(Debug, Args)]
 pub(crate) struct Doctor {
     #[command(flatten)]
     place: Place,
+    /// A server that the client commands are to reach
+    #[arg(long, value_name = "URL", env = "VEDETTA_SERVER")]
+    server: Option<String>,
     /// How to print it
     #[arg(long, value_enum, default_value_t = Format::Table)]
     output: Format,
@@ -101,8 +109,28 @@ impl Doctor {
             http_port(addresses.http, holder.as_deref(), config.http.tls()?.is_some()),
             etcd_port(addresses.etcd, holder.as_deref(), config.etcd.tls()?.is_some()),
         ];
+        checks.extend(self.server.as_deref().map(server));
+        let tls = [
+            ("http TLS", config.http.tls()?.map(|files| files.load().map(drop))),
+            ("etcd TLS", config.etcd.tls()?.map(|files| files.load().map(drop))),
+        ];
+        let loaded = |(name, loaded): (_, Option<Result<(), _>>)| Some((name, loaded?));
+        for (name, loaded) in tls.into_iter().filter_map(loaded) {
+            let loaded = loaded.map_err(|error| vedetta::core::explain(&error));
+            checks.push(Check::of(name, loaded.map(|()| "its files can be used")));
+        }
+        match config.store.cluster() {
+            Ok(None) => {}
+            Ok(Some(_)) => checks.push(Check::ok("store.url", "its settings can be used")),
+            Err(error) => checks.push(Check::broken("store.url", format!("{error:#}"))),
+        }
+        match config.bus.at()? {
+            BusAt::Postgres(url) => checks.push(reached("bus.url", Postgres::open(&url, &[]))),
+            BusAt::Redis(url) => checks.push(reached("bus.url", RedisBus::open(&url))),
+            BusAt::Same => {}
+        }
         match config.jobs.at()? {
-            JobsAt::Postgres(url) => checks.push(jobs(&url)),
+            JobsAt::Postgres(url) => checks.push(reached("jobs.url", Postgres::open(&url, &[]))),
             JobsAt::Nats(url) => checks.extend(streams(&url, &config.streams()?)),
             JobsAt::Embedded => {}
         }
@@ -141,6 +169,14 @@ impl Check {
 
     fn broken(name: impl Into<Cow<'static, str>>, detail: impl Into<String>) -> Self {
         Self { name: name.into(), state: State::Broken, detail: detail.into() }
+    }
+
+    /// It works, or why not.
+    fn of(name: &'static str, tried: Result<&str, String>) -> Self {
+        match tried {
+            Ok(detail) => Self::ok(name, detail),
+            Err(why) => Self::broken(name, why),
+        }
     }
 
     /// It cannot be told, for `path` may be there or not.
@@ -281,17 +317,42 @@ fn fsync(data: &Path) -> Check {
     }
 }
 
-/// The PostgreSQL of `jobs.url`.
-fn jobs(url: &str) -> Check {
-    let open = || -> anyhow::Result<()> {
+/// What a URL names, by opening it.
+fn reached<T, E>(name: &'static str, open: impl Future<Output = Result<T, E>>) -> Check
+where
+    E: std::error::Error + Send + Sync + 'static,
+{
+    let try_it = || -> anyhow::Result<()> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        runtime.block_on(Postgres::open(url, &[]))?;
+        runtime.block_on(async { open.await.map(drop) })?;
         Ok(())
     };
-    match open() {
-        Ok(()) => Check::ok("jobs.url", "can be reached"),
-        Err(error) => Check::broken("jobs.url", format!("{error:#}")),
-    }
+    let tried = try_it().map_err(|error| format!("{error:#}"));
+    Check::of(name, tried.map(|()| "can be reached"))
+}
+
+/// The server that the client commands speak to, as whoever holds the token.
+fn server(url: &str) -> Check {
+    let ask = || -> Result<Check, ClientError> {
+        let client = Client::new(&Remote::to(url))?;
+        let health: Value = client.get("/healthz")?;
+        let version = health["version"].as_str().filter(|_| health["program"] == "vedetta");
+        let Some(version) = version else {
+            return Ok(Check::broken("server", format!("{url} is something else than Vedetta")));
+        };
+        client.get::<Value>("/readyz")?;
+        let who: Value = client.get("/api/v1/session")?;
+        let text = |name: &str| who[name].as_str().unwrap_or_default().to_owned();
+        let (name, role) = (text("name"), text("role"));
+        let ready = format!("{url} is ready, and lets us in as {name} with the role {role}");
+        let ours = env!("CARGO_PKG_VERSION");
+        Ok(if version == ours {
+            Check::ok("server", ready)
+        } else {
+            Check::note("server", format!("{ready}; it is version {version}, and this is {ours}"))
+        })
+    };
+    ask().unwrap_or_else(|error| Check::broken("server", error.to_string()))
 }
 
 /// The NATS of `jobs.url`, and what of it can lose jobs.

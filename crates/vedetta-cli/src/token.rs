@@ -111,7 +111,7 @@ fn table(out: &mut impl Write, tokens: &[Info]) -> std::io::Result<()> {
         [
             output::escape(token.name.as_bytes()),
             token.role.to_string(),
-            token.scope.to_string(),
+            output::escape(token.scope.to_string().as_bytes()),
             state.to_owned(),
             stamp(token.created),
             token.expires.map(stamp).unwrap_or_default(),

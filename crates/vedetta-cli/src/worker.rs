@@ -103,8 +103,8 @@ fn refused(client: &Client) -> Result<(), ClientError> {
 
 /// What waits is looked at this often.
 const OFTEN: Duration = Duration::from_millis(20);
-/// Beyond its time a command is waited for no longer than that.
-const LONGEST: Duration = Duration::from_secs(24 * 3600 + 60);
+/// Beyond its time a command is waited for no longer than that: where the clock was set back, it may seem to be in force for ever.
+const BEYOND: Duration = Duration::from_secs(5);
 
 impl Worker {
     pub(crate) fn run(self, out: &mut impl Write) -> anyhow::Result<()> {
@@ -184,10 +184,12 @@ fn unknown(error: ClientError) -> ClientError {
     }
 }
 
-/// Until it is known what became of it.
+/// Until it is known what became of it, or its time is over.
 fn wait(client: &Client, command: &mut CommandInfo) -> anyhow::Result<()> {
     let began = Instant::now();
-    while matches!(command.state, State::Requested | State::Taken) && began.elapsed() < LONGEST {
+    let lasts = command.expires_at.0.duration_since(command.created_at.0).unwrap_or_default();
+    let patience = lasts + BEYOND;
+    while matches!(command.state, State::Requested | State::Taken) && began.elapsed() < patience {
         sleep(OFTEN);
         *command = client.get(&format!("/api/v1/commands/{}", encode(command.id.0.as_bytes())))?;
     }

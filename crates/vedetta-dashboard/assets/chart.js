@@ -1,11 +1,12 @@
-// Charts, drawn by uPlot in the colours of the page, with what is said under them: anew when the stream tells of
-// new numbers, which is once a second, and not while the page is paused.
+// Charts, drawn by uPlot in the colours of the page: anew when the stream tells of new numbers, which is once a
+// second, and not while the page is paused. What is said under them, for people, is as new every few seconds.
 
 import uPlot from "./vendor/uPlot.esm.js";
 import { coarse, now, number, span } from "./format.js";
 import { isPaused, on } from "./live.js";
 
 const HEIGHT = 220;
+const TELL_MS = 5000; // from one sentence to the next
 const HUES = ["--accent", "--good", "--wait", "--scheduled", "--bad", "--paused", "--cancelled", "--muted"];
 
 const WHOLE = Array.from({ length: 8 }, (_, n) => [1, 2, 5].map((step) => step * 10 ** n)).flat();
@@ -145,16 +146,21 @@ export function start() {
   const [{ dataset }] = places; // all of a page show the same range
   let reading = false;
   let shown = null;
+  let told = -Infinity;
   const all = () => places.forEach((place) => draw(place, shown));
-  // The lines are fine, the table is for people: one look has both.
+  // The lines are fine, the table is for people.
   async function look() {
     if (reading) return;
     reading = true;
+    const began = performance.now();
+    const tells = began - told >= TELL_MS;
     try {
-      const [fine, coarser] = await Promise.all([read(dataset), read(dataset, dataset.step)]);
+      const [fine, coarser] = await Promise.all([read(dataset), tells ? read(dataset, dataset.step) : null]);
       if (isPaused()) return; // it was pressed meanwhile
       shown = fine;
       all();
+      if (!tells) return;
+      told = began;
       places.forEach((place) => tell(place, coarser));
     } finally {
       reading = false;

@@ -256,7 +256,8 @@ impl Observed {
 
     pub(crate) fn read(&self, span: Span, only: Option<&str>) -> Read {
         let second = self.second();
-        self.book.lock().stats.read(span, second, self.started.1, only)
+        let steps = self.book.lock().stats.steps(span, second, only);
+        steps.read(self.started.1)
     }
 
     /// For how long it has been counting.

@@ -282,11 +282,10 @@ impl Stats {
         })
     }
 
-    /// The series of all queues together and of each, or of one alone.
-    pub(crate) fn read(&self, span: Span, now: u64, since: u64, only: Option<&str>) -> Read {
+    /// The moments of each queue, or of one alone, put together to steps.
+    pub(crate) fn steps(&self, span: Span, now: u64, only: Option<&str>) -> Steps {
         let points = usize::try_from(span.range / span.step).unwrap_or(1);
         let first = (now / span.step + 1).saturating_sub(points as u64) * span.step;
-        let mut all = vec![Cell::default(); points];
         let mut queues = BTreeMap::new();
         for (name, series) in &self.series {
             if only.is_some_and(|only| only != name) {
@@ -300,10 +299,31 @@ impl Stats {
                     there.merge(cell);
                 }
             }
-            all.iter_mut().zip(&cells).for_each(|(all, cell)| all.beside(cell));
-            queues.insert(name.clone(), Points::of(&cells));
+            queues.insert(name.clone(), cells);
         }
-        let (from, step_ms) = (first * 1000, span.step * 1000);
+        Steps { first, step: span.step, points, queues }
+    }
+}
+
+/// What was counted, by steps: to be read when nobody waits any more to count.
+#[derive(Debug)]
+pub(crate) struct Steps {
+    first: u64,
+    step: u64,
+    points: usize,
+    queues: BTreeMap<String, Vec<Cell>>,
+}
+
+impl Steps {
+    /// The series of all queues together and of each.
+    pub(crate) fn read(self, since: u64) -> Read {
+        let mut all = vec![Cell::default(); self.points];
+        for cells in self.queues.values() {
+            all.iter_mut().zip(cells).for_each(|(all, cell)| all.beside(cell));
+        }
+        let points = |(name, cells): (String, Vec<Cell>)| (name, Points::of(&cells));
+        let queues = self.queues.into_iter().map(points).collect();
+        let (from, step_ms) = (self.first * 1000, self.step * 1000);
         Read { from, step_ms, since, all: Points::of(&all), queues }
     }
 }
@@ -417,7 +437,7 @@ mod tests {
         {
             stats.ended("a", 60_000 + second, how, count);
         }
-        let fine = stats.read(span(5, 1), 60_602, 0, None);
+        let fine = stats.steps(span(5, 1), 60_602, None).read(0);
         assert_eq!((fine.from, fine.step_ms), (60_598_000, 1000));
         assert_eq!(fine.all.done, [0, 0, 2, 1, 0]);
         assert_eq!(fine.all.failed, [0, 0, 0, 1, 0]);
@@ -425,7 +445,7 @@ mod tests {
         assert_eq!(stats.last_minute(Some("a"), 60_660), (1, 1), "the first second is out of it");
         assert_eq!(stats.last_minute(Some("b"), 60_601), (0, 0));
         stats.ended("a", 60_725, Ended::Done, 5);
-        let coarse = stats.read(span(2 * HOUR, 60), 60_725, 0, None);
+        let coarse = stats.steps(span(2 * HOUR, 60), 60_725, None).read(0);
         assert_eq!(coarse.all.done[117..], [3, 0, 5], "minutes 1010, 1011 and 1012");
         assert_eq!((stats.totals["a"].done, stats.totals["a"].failed), (8, 1));
     }
@@ -438,10 +458,10 @@ mod tests {
         stats.holds("a", 101, depth(9, 400));
         stats.holds("b", 101, depth(1, 700));
         stats.holds("b", 102, Depth::default());
-        let read = stats.read(span(10, 10), 109, 0, None);
+        let read = stats.steps(span(10, 10), 109, None).read(0);
         assert_eq!((&read.all.ready[..], &read.all.running[..]), (&[10][..], &[2][..]));
         assert_eq!((&read.all.oldest_ms[..], &read.queues["a"].ready[..]), (&[700][..], &[9][..]));
-        assert_eq!(stats.read(span(10, 10), 109, 0, Some("b")).all.ready, [1]);
+        assert_eq!(stats.steps(span(10, 10), 109, Some("b")).read(0).all.ready, [1]);
     }
 
     #[test]
@@ -477,7 +497,7 @@ mod tests {
         }
         assert_eq!((stats.series.len(), stats.totals.len()), (SERIES + 1, TOTALS + 1));
         assert_eq!(stats.totals[OTHER].done, 400);
-        assert_eq!(stats.read(span(60, 60), 10, 0, None).all.done.iter().sum::<u32>(), 500);
+        assert_eq!(stats.steps(span(60, 60), 10, None).read(0).all.done.iter().sum::<u32>(), 500);
         for second in 0..10_000 {
             stats.ended("q000", 100 + second, Ended::Done, 1);
         }

@@ -18,7 +18,7 @@ use tokio::sync::Semaphore;
 use crate::clock::Clock;
 use crate::folder::{parent, sync_folder};
 use crate::log::{self, UNSYNCED};
-use crate::readers::{ReadError, Readers};
+use crate::readers::{ReadError, Reader, Readers};
 use crate::space::Space;
 use crate::wal::{PATIENCE, WalKeeper, make_room, start_over};
 use crate::writer::{
@@ -69,6 +69,8 @@ pub struct Torture {
     /// Hardly a page is kept in memory, and none by the writer from one transaction to the next: so a short run
     /// reads, and every write does.
     pub small_cache: bool,
+    /// What a checkpoint has moved cannot be flushed.
+    pub flush_fails: bool,
     /// How soon a full disk is looked at again, so that a run with many full disks is short.
     pub look_again: Option<Duration>,
 }
@@ -198,8 +200,6 @@ struct Inner {
     clock: Clock,
     steady: Clock,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// Closed after all connections: see [`WalKeeper::new`].
-    _flushed: Option<Arc<fs::File>>,
 }
 
 impl Db {
@@ -212,7 +212,7 @@ impl Db {
         if log::is_damaged(&options.file).map_err(unreadable)? {
             return Err(OpenError::DamagedLog { file: options.file.clone() });
         }
-        let mut connection = options.connect(OpenFlags::SQLITE_OPEN_READ_WRITE).map_err(sql)?;
+        let connection = options.connect(OpenFlags::SQLITE_OPEN_READ_WRITE).map_err(sql)?;
         check_versions(options, &connection, schemas)?;
         prepare(&connection, options.synchronous(), options.cache()).map_err(sql)?;
         start_over(&connection).map_err(sql)?;
@@ -223,10 +223,21 @@ impl Db {
         let (clock, steady) = Clock::of(&connection).map_err(sql)?;
         let restored = has_table(&connection, "vedetta_backup").map_err(sql)?;
 
+        // The disk of a test is SQLite's alone.
+        let flushed: Option<&Path> = match &options.torture {
+            Torture { vfs: Some(_), .. } => None,
+            Torture { flush_fails: true, .. } => Some(Path::new("/dev/null")),
+            _ => Some(&*options.file),
+        };
+        let flushed = flushed.map(|file| fs::File::open(file).map(Arc::new)).transpose();
+        let flushed = flushed.map_err(unreadable)?;
+        // Whatever goes wrong from here on, what comes behind the file is closed before it.
+        let mut connection = connection;
         let count = options.readers.max(1);
         let mut readers = Vec::with_capacity(count);
         for _ in 0..count {
-            readers.push(options.connect(OpenFlags::SQLITE_OPEN_READ_ONLY).map_err(sql)?);
+            let connection = options.connect(OpenFlags::SQLITE_OPEN_READ_ONLY).map_err(sql)?;
+            readers.push(Reader { connection, _flushed: flushed.clone() });
         }
         let checkpoints = options.connect(OpenFlags::SQLITE_OPEN_READ_WRITE).map_err(sql)?;
         prepare(&checkpoints, options.synchronous(), options.cache()).map_err(sql)?;
@@ -235,17 +246,11 @@ impl Db {
         let size = Arc::new(AtomicU64::new(0));
         let ballast = parent(&options.file).join("ballast");
         let space = Space::new(ballast, options.ballast, options.torture.look_again);
-        // The disk of a test is SQLite's alone.
-        let flushed = match options.torture.vfs {
-            Some(_) => None,
-            None => Some(Arc::new(fs::File::open(&options.file).map_err(unreadable)?)),
-        };
         let step = options.torture.checkpoint_step;
         let (wal, checkpoints) = WalKeeper::new(checkpoints, step, flushed.clone());
         wal.observe(&mut connection).map_err(sql)?;
         let forget = options.torture.small_cache.then_some("PRAGMA shrink_memory");
-        let held = flushed.clone();
-        let file = File::new(connection, space, wal, options.synchronous(), forget, held);
+        let file = File::new(connection, space, wal, options.synchronous(), forget, flushed);
         let writer =
             Writer::new(desk, file, checkpoints, Arc::clone(&size), options).map_err(unreadable)?;
         let writer = Arc::new(writer);
@@ -267,7 +272,6 @@ impl Db {
                 clock,
                 steady,
                 thread: Mutex::new(Some(thread)),
-                _flushed: flushed,
             }),
         })
     }

@@ -219,3 +219,40 @@ pub(crate) fn is_failed_fsync(error: &rusqlite::Error) -> bool {
     let failed = [rusqlite::ffi::SQLITE_IOERR_FSYNC, rusqlite::ffi::SQLITE_IOERR_DIR_FSYNC];
     matches!(error, rusqlite::Error::SqliteFailure(cause, _) if failed.contains(&cause.extended_code))
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::open::Torture;
+    use crate::{Db, Options, Purpose, Schema, Stop};
+
+    const NUMBERS: Schema =
+        Schema { component: "numbers", steps: &["CREATE TABLE number (n INTEGER PRIMARY KEY)"] };
+
+    #[test]
+    fn a_flush_that_fails_stops_the_writing_and_loses_nothing() {
+        const ENOUGH: u32 = 10_000;
+        let folder = tempfile::tempdir().unwrap();
+        let mut options = Options::new(folder.path().join("test.db"));
+        options.ballast = 0;
+        options.torture =
+            Torture { flush_fails: true, checkpoint_step: Some(2), ..Torture::default() };
+        let db = Db::open(&options, &[NUMBERS]).unwrap();
+        let write = |n: u32| {
+            db.write_blocking(Purpose::Store, move |tx| -> Result<(), Stop<()>> {
+                tx.execute("INSERT INTO number VALUES (?1)", [n])?;
+                Ok(())
+            })
+        };
+        let refused = (0..ENOUGH).find(|n| write(*n).is_err());
+        let acknowledged = refused.expect("it stops");
+        assert!(acknowledged > 0);
+        assert!(write(ENOUGH).is_err(), "it has stopped for good");
+        db.close_blocking();
+        options.torture = Torture::default();
+        let db = Db::open(&options, &[NUMBERS]).unwrap();
+        let sql = "SELECT count(*) FROM number WHERE n < ?1";
+        let stored = db.read_blocking(|file| file.query_row(sql, [acknowledged], |row| row.get(0)));
+        assert_eq!(stored.ok(), Some(acknowledged));
+        db.close_blocking();
+    }
+}

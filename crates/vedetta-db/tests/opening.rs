@@ -174,3 +174,21 @@ async fn a_log_has_its_room_from_the_start_and_what_is_in_it_survives_a_crash() 
         close(&db).await;
     }
 }
+
+/// A file that is closed later takes the locks of whoever opened it in the meantime along.
+#[tokio::test]
+async fn a_database_that_was_closed_is_open_nowhere() {
+    let folder = tempfile::tempdir().unwrap();
+    let db = open(folder.path());
+    let file = options(folder.path()).file.canonicalize().unwrap();
+    let is_open = || {
+        let open = fs::read_dir("/proc/self/fd").expect("a process has descriptors");
+        let mut names = open.filter_map(|entry| fs::read_link(entry.ok()?.path()).ok());
+        names.any(|name| name == file)
+    };
+    write(db.clone(), 1).await.unwrap();
+    assert_eq!((numbers(&db).await, is_open()), (vec![1], true));
+    close(&db).await;
+    assert!(!is_open(), "though there is still a handle");
+    drop(db);
+}

@@ -9,10 +9,11 @@ use axum::Router;
 use axum::body::Body;
 use axum::http::{Request, Response, StatusCode, Version, header};
 use axum::response::IntoResponse;
+use bytes::{Bytes, BytesMut};
 use futures_util::FutureExt as _;
 use futures_util::future::Either;
 use http_body::Body as _;
-use http_body_util::{BodyExt as _, Limited};
+use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
@@ -31,7 +32,7 @@ use vedetta_net::{Patient, accept};
 
 use crate::authority::Renamed;
 use crate::calls::Calls;
-use crate::upload::{Upload, claim};
+use crate::upload::{Upload, claim, room};
 use crate::v3::{Grpc, KeyRoom, Reply};
 use crate::{guard, v2, v3};
 
@@ -39,6 +40,8 @@ use crate::{guard, v2, v3};
 const LEAST_HEAD: usize = 8 << 10;
 /// How every HTTP/2 connection begins.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+/// Bytes for which a body that does not say its length takes room at a time.
+const STEP: usize = 64 << 10;
 /// When to look again at a beginning that could become anything.
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
 
@@ -67,7 +70,8 @@ pub struct Limits {
     pub body: usize,
     /// Bytes of requests that are not whole yet, together on a connection; what is more is refused.
     pub unfinished: usize,
-    /// Bytes of keys and ends of ranges in the watches of a connection; a watch for which there is no room is refused.
+    /// Bytes of keys and ends of ranges in the watches of a connection, and 512 for each watch; one for which there is no
+    /// room is refused.
     pub watched: usize,
     /// Time for the TLS handshake, and to show which HTTP is spoken.
     pub handshake: Duration,
@@ -188,7 +192,7 @@ impl Server {
         let local = stream.local_addr().map_or(Ipv4Addr::LOCALHOST.into(), |local| local.ip());
         let shares = Shares {
             local,
-            unfinished: Arc::new(Semaphore::new(self.limits.unfinished)),
+            unfinished: room(self.limits.unfinished),
             watched: KeyRoom::new(self.limits.watched),
         };
         let handshake = self.limits.handshake;
@@ -273,11 +277,12 @@ impl Server {
         mut request: Request<Incoming>,
         shares: Shares,
     ) -> impl Future<Output = Result<Response<Reply>, Infallible>> {
-        if is_grpc(&request) {
-            let limit = (!v3::is_stream(request.uri().path())).then_some(self.limits.upload);
-            if limit.is_none() {
-                request.extensions_mut().insert(shares.watched);
-            }
+        let limit = (!v3::is_stream(request.uri().path())).then_some(self.limits.upload);
+        let is_grpc = is_grpc(&request);
+        if limit.is_none() || !is_grpc {
+            request.extensions_mut().insert(shares.watched.clone());
+        }
+        if is_grpc {
             let request = request.map(|body| Upload::new(body, limit, shares.unfinished));
             return Either::Left(self.grpc.answer(request).map(Ok));
         }
@@ -302,22 +307,40 @@ impl Server {
         if body.size_hint().lower() > self.limits.body as u64 {
             return Err(too_large());
         }
-        let most = body.size_hint().upper().and_then(|most| usize::try_from(most).ok());
-        let _held = claim(
-            &shares.unfinished,
-            most.map_or(self.limits.body, |most| most.min(self.limits.body)),
-        )
-        .ok_or_else(|| {
-            let words = "too many requests are not whole yet\n";
-            (StatusCode::TOO_MANY_REQUESTS, words).into_response()
-        })?;
-        let all = Limited::new(body, self.limits.body).collect();
+        let is_v3 = head.uri.path().starts_with("/v3");
+        let too_many = || if is_v3 { v3::refusal(&v3::too_many()) } else { v2::too_many() };
+        let all = self.all_of(body, &shares.unfinished, too_many);
         match tokio::time::timeout(self.limits.upload, all).await {
-            Ok(Ok(body)) => Ok(Request::from_parts(head, Body::from(body.to_bytes()))),
-            Ok(Err(error)) if error.is::<http_body_util::LengthLimitError>() => Err(too_large()),
-            Ok(Err(_)) => Err((StatusCode::BAD_REQUEST, "the body broke off\n").into_response()),
+            Ok(Ok(body)) => Ok(Request::from_parts(head, Body::from(body))),
+            Ok(Err(refused)) => Err(refused),
             Err(_) => Err((StatusCode::REQUEST_TIMEOUT, "the body is late\n").into_response()),
         }
+    }
+
+    /// All of a body. One that does not say how long it is has room for what has come of it, in steps.
+    async fn all_of(
+        &self,
+        mut body: Incoming,
+        room: &Arc<Semaphore>,
+        too_many: impl Fn() -> Response<Body>,
+    ) -> Result<Bytes, Response<Body>> {
+        let said = body.size_hint().exact().and_then(|said| usize::try_from(said).ok());
+        let mut held = claim(room, said.unwrap_or(0)).ok_or_else(&too_many)?;
+        let mut all = BytesMut::new();
+        while let Some(frame) = body.frame().await {
+            let frame = frame
+                .map_err(|_| (StatusCode::BAD_REQUEST, "the body broke off\n").into_response())?;
+            let Ok(data) = frame.into_data() else { continue };
+            let come = all.len() + data.len();
+            if come > self.limits.body {
+                return Err(too_large());
+            }
+            while come > held.num_permits() && !body.is_end_stream() {
+                held.merge(claim(room, STEP).ok_or_else(&too_many)?);
+            }
+            all.extend_from_slice(&data);
+        }
+        Ok(all.freeze())
     }
 }
 

@@ -32,16 +32,20 @@ pub(crate) struct Upload {
 }
 
 /// How far a message was sent. One that is not whole has its room of what the connection may hold: no window bounds it,
-/// since what is read makes place for more.
+/// since what is read makes place for more. The message of a call is kept until the body is at its end, and so is its room.
 struct Sent {
     /// Bytes that unfinished requests of the connection may still take.
     room: Arc<Semaphore>,
+    /// Not a stream.
+    is_call: bool,
     prefix: [u8; PREFIX],
     /// How much of the prefix is there.
     begun: usize,
     /// Bytes of the message that have not come.
     missing: usize,
     held: Option<OwnedSemaphorePermit>,
+    /// The room of a call's first message. Whatever comes behind that is not kept.
+    first: Option<OwnedSemaphorePermit>,
 }
 
 impl Sent {
@@ -54,7 +58,10 @@ impl Sent {
             if self.missing > 0 {
                 return Ok(());
             }
-            self.held = None;
+            let whole = self.held.take();
+            if self.is_call && self.first.is_none() {
+                self.first = whole;
+            }
             let come = (PREFIX - self.begun).min(data.len());
             self.prefix[self.begun..self.begun + come].copy_from_slice(&data[..come]);
             self.begun += come;
@@ -64,12 +71,18 @@ impl Sent {
             }
             self.begun = 0;
             self.missing = length(&self.prefix).unwrap_or(0);
-            if self.missing > data.len() {
+            let is_kept = self.is_call && self.first.is_none();
+            if is_kept || self.missing > data.len() {
                 // More is refused by whoever reads the message.
                 let size = self.missing.min(v3::MESSAGE_BYTES);
                 self.held = Some(claim(&self.room, size).ok_or_else(v3::too_many)?);
             }
         }
+    }
+
+    /// Nothing more comes.
+    fn end(&mut self) {
+        (self.held, self.first) = (None, None);
     }
 }
 
@@ -77,6 +90,11 @@ impl Sent {
 fn length(bytes: &[u8]) -> Option<usize> {
     let (&[_, a, b, c, d], _) = bytes.split_first_chunk::<PREFIX>()?;
     Some(u32::from_be_bytes([a, b, c, d]) as usize)
+}
+
+/// Room for so many bytes, or for as many as can be counted.
+pub(crate) fn room(bytes: usize) -> Arc<Semaphore> {
+    Arc::new(Semaphore::new(bytes.min(Semaphore::MAX_PERMITS)))
 }
 
 /// Room for a request of so many bytes, until it is dropped; `None` when its connection has too many unfinished ones.
@@ -87,7 +105,15 @@ pub(crate) fn claim(room: &Arc<Semaphore>, bytes: usize) -> Option<OwnedSemaphor
 impl Upload {
     /// `room` is what unfinished requests of the connection may take together, in bytes.
     pub(crate) fn new(body: Incoming, limit: Option<Duration>, room: Arc<Semaphore>) -> Self {
-        let sent = Sent { room, prefix: [0; PREFIX], begun: 0, missing: 0, held: None };
+        let sent = Sent {
+            room,
+            is_call: limit.is_some(),
+            prefix: [0; PREFIX],
+            begun: 0,
+            missing: 0,
+            held: None,
+            first: None,
+        };
         Self { body, limit, late: None, seen: None, sent }
     }
 
@@ -140,6 +166,10 @@ impl Body for Upload {
             return Poll::Ready(Some(seen.map(Frame::data)));
         }
         if let Poll::Ready(frame) = Pin::new(&mut self.body).poll_frame(cx) {
+            if frame.is_none() || self.body.is_end_stream() {
+                self.sent.end();
+                return Poll::Ready(frame.map(|frame| frame.map_err(Into::into)));
+            }
             return Poll::Ready(frame.map(|frame| {
                 let frame = frame?;
                 if let Some(data) = frame.data_ref() {

@@ -33,7 +33,7 @@ use bytes::Bytes;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_encode};
 use tokio_util::sync::CancellationToken;
 use vedetta_core::Revision;
-use vedetta_kv::Store;
+use vedetta_kv::{KvError, Store};
 
 use self::about::{Stats, of_cluster};
 use self::error::{Code, Error};
@@ -87,6 +87,11 @@ pub(crate) fn router(endpoint: &Endpoint, stop: &CancellationToken) -> Router {
         stop: stop.clone(),
     };
     Router::new().fallback(answer).with_state(Arc::new(api))
+}
+
+/// What a client hears that has to come back later.
+pub(crate) fn too_many() -> Response {
+    Error::from(KvError::Busy).into_response()
 }
 
 async fn answer(State(api): State<Arc<Api>>, request: Request) -> Response {

@@ -24,6 +24,7 @@ use vedetta_kv::Store;
 
 use crate::Endpoint;
 use crate::upload::Upload;
+pub(crate) use gateway::refusal;
 use proto::ResponseHeader;
 use quick::Quick;
 pub(crate) use quick::Reply;
@@ -65,8 +66,6 @@ struct Inner {
     cluster_id: u64,
     member_id: u64,
     progress_every: Duration,
-    /// Bytes of watched keys on a connection.
-    watched: usize,
 }
 
 impl Api {
@@ -113,7 +112,6 @@ impl Grpc {
             cluster_id: endpoint.cluster_id(),
             member_id: endpoint.member_id(),
             progress_every: PROGRESS_EVERY,
-            watched: endpoint.limits.watched,
         }));
         Self::over(&api)
     }
@@ -257,7 +255,6 @@ mod tests {
             cluster_id: 1,
             member_id: 2,
             progress_every: Duration::from_millis(5),
-            watched: 1 << 20,
         }))
     }
 

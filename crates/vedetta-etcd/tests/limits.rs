@@ -10,7 +10,7 @@ use prost_reflect::{DynamicMessage, Value};
 use support::grpc::{self, Client, message};
 use support::http::{self, Answer, Connection};
 use support::http2::{frame, grpc_call, preface};
-use support::{Ours, database, memory, scratch, soon};
+use support::{Ours, database, scratch, soon};
 use testing::etcd;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
@@ -315,7 +315,7 @@ fn watch_of(bytes: usize) -> DynamicMessage {
 async fn the_keys_watched_on_one_connection_are_bounded_together() {
     const KEY: usize = 60_000;
     const FIT: usize = 17;
-    let limits = Limits { watched: FIT * KEY + KEY / 2, ..Limits::default() };
+    let limits = Limits { watched: FIT * (KEY + 512) + KEY / 2, ..Limits::default() };
     let ours = Ours::start_with(|endpoint| endpoint.limits(limits)).await;
     let mut v3 = Client::connect(ours.address).await.unwrap();
     let watch = watch_of(KEY);
@@ -323,7 +323,7 @@ async fn the_keys_watched_on_one_connection_are_bounded_together() {
         let answer = soon("a watch", line.next()).await.unwrap().unwrap();
         answer.get_field_by_name("cancel_reason").unwrap().as_str().unwrap().to_owned()
     };
-    let refused = "the keys watched on one connection are too long together";
+    let refused = "the watches of one connection are too many, or their keys too long";
     let mut line = v3.line("Watch/Watch", &watch).await.unwrap();
     assert_eq!(why(&mut line).await, "");
     for _ in 1..FIT {
@@ -347,6 +347,36 @@ async fn the_keys_watched_on_one_connection_are_bounded_together() {
     assert_eq!(why(&mut line).await, "", "it is cancelled");
     second.send(&watch).await;
     assert_eq!(why(&mut second).await, "", "one that ended gives its room back");
+}
+
+/// So are those asked for as JSON, many streams of which share a connection over HTTP/2, and those of the shortest key.
+#[tokio::test(flavor = "multi_thread")]
+async fn watches_asked_for_as_json_are_bounded_together_however_short_their_keys() {
+    const FIT: usize = 10;
+    let limits = Limits { watched: FIT * 513 + 300, ..Limits::default() };
+    let ours = Ours::start_with(|endpoint| endpoint.limits(limits)).await;
+    let stream = TcpStream::connect(ours.address).await.unwrap();
+    let (client, connection) = h2::client::handshake(stream).await.unwrap();
+    let connection = tokio::spawn(connection);
+    let watch = async || {
+        let url = format!("http://{}/v3/watch", ours.address);
+        let mut client = client.clone().ready().await.unwrap();
+        let request = Request::post(url).body(()).unwrap();
+        let (answer, mut body) = client.send_request(request, false).unwrap();
+        body.send_data(r#"{"create_request":{"key":"aw=="}}"#.into(), true).unwrap();
+        let mut lines = soon("an answer", answer).await.unwrap().into_body();
+        let line = soon("a line", lines.data()).await.unwrap().unwrap();
+        (String::from_utf8_lossy(&line).into_owned(), lines)
+    };
+    let mut held = Vec::new();
+    for _ in 0..FIT {
+        let (line, lines) = watch().await;
+        assert!(line.contains("\"created\":true") && !line.contains("canceled"), "{line}");
+        held.push(lines);
+    }
+    let (line, _lines) = watch().await;
+    assert!(line.contains("the watches of one connection are too many"), "{line}");
+    connection.abort();
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -375,9 +405,14 @@ async fn a_message_of_a_stream_is_no_longer_than_it_can_need() {
 #[tokio::test(flavor = "multi_thread")]
 async fn unfinished_requests_of_one_connection_are_bounded_together() {
     const PIECES: usize = 4;
-    for (path, size) in
-        [("KV/Put", 100_000), ("Watch/Watch", 100_000), ("Lease/LeaseKeepAlive", 4_000)]
-    {
+    // The message of a call may be whole, and in one frame: it waits for the end all the same.
+    for (path, size, is_whole) in [
+        ("KV/Put", 100_000, false),
+        ("KV/Put", 10_000, true),
+        ("Lease/LeaseGrant", 4_000, true),
+        ("Watch/Watch", 100_000, false),
+        ("Lease/LeaseKeepAlive", 4_000, false),
+    ] {
         let unfinished = PIECES * size + size / 2;
         let limits = Limits { unfinished, ..Limits::default() };
         let ours = Ours::start_with(|endpoint| endpoint.limits(limits)).await;
@@ -386,12 +421,19 @@ async fn unfinished_requests_of_one_connection_are_bounded_together() {
         let connection = tokio::spawn(connection);
         let url = format!("http://{}/etcdserverpb.{path}", ours.address);
         let prefix = [&[0][..], &u32::try_from(size).unwrap().to_be_bytes()].concat();
-        // Sends the beginning of a request, in pieces that split its length.
+        // Fields that such messages may have: none of them ends its call before it is read.
+        let filled = |bytes: usize| [0x08, 7].repeat(bytes / 2);
+        // Sends a request without its end, or the beginning of one, in pieces that split its length.
         let begin = async || {
             let request = Request::post(&url).header("content-type", "application/grpc");
             let mut client = client.clone().ready().await.unwrap();
             let (answer, mut body) = client.send_request(request.body(()).unwrap(), false).unwrap();
-            for piece in [prefix[..3].to_vec(), prefix[3..].to_vec(), vec![0; 100]] {
+            let pieces = if is_whole {
+                vec![[&prefix[..], &filled(size)].concat()]
+            } else {
+                vec![prefix[..3].to_vec(), prefix[3..].to_vec(), filled(100)]
+            };
+            for piece in pieces {
                 body.send_data(piece.into(), false).unwrap();
             }
             (answer, body)
@@ -418,7 +460,8 @@ async fn unfinished_requests_of_one_connection_are_bounded_together() {
         soon("one that ended gives its room back", async {
             loop {
                 let (answer, mut body) = begin().await;
-                body.send_data(vec![0; size - 100].into(), true).unwrap();
+                let rest = if is_whole { 0 } else { size - 100 };
+                body.send_data(filled(rest).into(), true).unwrap();
                 if end(answer).await != "8" {
                     break;
                 }
@@ -450,12 +493,47 @@ async fn unfinished_bodies_of_one_connection_are_bounded_together() {
     let (_second, _body) = begin().await;
     let (refused, _body) = begin().await;
     let refused = soon("one too many", refused).await.unwrap();
-    assert_eq!(refused.status(), StatusCode::TOO_MANY_REQUESTS);
+    assert_eq!(refused.status(), StatusCode::INTERNAL_SERVER_ERROR);
+    let told = soon("why", refused.into_body().data()).await.unwrap().unwrap();
+    let told = String::from_utf8_lossy(&told).into_owned();
+    assert!(told.starts_with("{\"errorCode\":300,"), "{told}");
+    assert!(told.contains("\"cause\":\"etcdserver: too many requests\""), "{told}");
     body.send_data("x".repeat(994).into(), true).unwrap();
     assert_eq!(soon("the first", first).await.unwrap().status(), StatusCode::CREATED);
     let (third, mut body) = begin().await;
     body.send_data("x".repeat(994).into(), true).unwrap();
     assert_eq!(soon("there is room again", third).await.unwrap().status(), StatusCode::OK);
+    connection.abort();
+}
+
+/// What does not say how long it is has room for what has come of it.
+#[tokio::test(flavor = "multi_thread")]
+async fn unfinished_bodies_of_no_said_length_count_as_what_has_come() {
+    const PUTS: usize = 100;
+    let limits = Limits { unfinished: PUTS * (64 << 10), ..Limits::default() };
+    let ours = Ours::start_with(|endpoint| endpoint.limits(limits)).await;
+    let stream = TcpStream::connect(ours.address).await.unwrap();
+    let (client, connection) = h2::client::handshake(stream).await.unwrap();
+    let connection = tokio::spawn(connection);
+    let begin = async |number: usize| {
+        let url = format!("http://{}/v2/keys/{number}", ours.address);
+        let request = Request::put(url).header("content-type", "application/x-www-form-urlencoded");
+        let mut client = client.clone().ready().await.unwrap();
+        let (answer, mut body) = client.send_request(request.body(()).unwrap(), false).unwrap();
+        body.send_data("value=".into(), false).unwrap();
+        (answer, body)
+    };
+    let mut held = Vec::new();
+    for number in 0..PUTS {
+        held.push(begin(number).await);
+    }
+    let (refused, _body) = begin(PUTS).await;
+    let refused = soon("one too many", refused).await.unwrap();
+    assert_eq!(refused.status(), StatusCode::INTERNAL_SERVER_ERROR);
+    for (answer, mut body) in held {
+        body.send_data("x".into(), true).unwrap();
+        assert_eq!(soon("an answer", answer).await.unwrap().status(), StatusCode::CREATED);
+    }
     connection.abort();
 }
 
@@ -484,37 +562,4 @@ async fn what_fails_inside_is_told_to_v2_as_by_etcd() {
     let (cause, told) = failed(ours.address, &"x".repeat(2 << 20)).await;
     assert_eq!(cause, "request is too large");
     assert_eq!(told, etcds);
-}
-
-/// Each of them is whole, so none is counted; the call that has more than one keeps none of them either.
-#[tokio::test(flavor = "multi_thread")]
-async fn a_call_that_sends_message_after_message_keeps_none_of_them() {
-    const CALLS: usize = 40;
-    const MOST: u64 = 32 << 20;
-    let ours = Ours::start().await;
-    let stream = TcpStream::connect(ours.address).await.unwrap();
-    let (client, connection) = h2::client::handshake(stream).await.unwrap();
-    let connection = tokio::spawn(connection);
-    let url = format!("http://{}/etcdserverpb.KV/Put", ours.address);
-    let messages = bytes::Bytes::from([0, 0, 0, 0, 3, 0x0a, 1, b'k'].repeat(2_000));
-    let before = memory();
-    let mut held = Vec::new();
-    for _ in 0..CALLS {
-        let request = Request::post(&url).header("content-type", "application/grpc");
-        let mut client = client.clone().ready().await.unwrap();
-        let (answer, mut body) = client.send_request(request.body(()).unwrap(), false).unwrap();
-        // Almost as much as one message may be.
-        for _ in 0..(2_000_000 / messages.len()) {
-            body.reserve_capacity(messages.len());
-            while body.capacity() < messages.len() {
-                let more = std::future::poll_fn(|cx| body.poll_capacity(cx));
-                soon("it is read", more).await.unwrap().unwrap();
-            }
-            body.send_data(messages.clone(), false).unwrap();
-        }
-        held.push((answer, body));
-    }
-    let grown = memory().saturating_sub(before);
-    assert!(grown < MOST, "{CALLS} calls keep {grown} bytes");
-    connection.abort();
 }

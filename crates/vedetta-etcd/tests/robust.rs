@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+use axum::http::Request;
 use fastrand::Rng;
 use futures_util::stream::{self, StreamExt as _};
 use prost_reflect::{DynamicMessage, Value};
@@ -32,6 +33,8 @@ const ROUNDS: u64 = 4;
 const GROWS: u64 = 32 << 20;
 
 static PANICKED: AtomicBool = AtomicBool::new(false);
+/// Sockets, panics and memory are the process's: one test at a time.
+static ALONE: Mutex<()> = Mutex::const_new(());
 
 /// A server that loses patience soon, with somebody who uses it properly all the while.
 struct Siege {
@@ -43,13 +46,11 @@ struct Siege {
     sockets: usize,
     /// Watchers of the bystander.
     watchers: usize,
-    /// Sockets and panics are the process's: one siege at a time.
     alone: MutexGuard<'static, ()>,
 }
 
 impl Siege {
     async fn begin() -> Self {
-        static ALONE: Mutex<()> = Mutex::const_new(());
         let alone = ALONE.lock().await;
         let before = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |panic| {
@@ -642,20 +643,20 @@ async fn who_is_answered_and_then_silent_is_let_go() {
 #[tokio::test(flavor = "multi_thread")]
 async fn who_sends_a_byte_now_and_then_is_let_go() {
     let siege = Siege::begin().await;
-    let put = [preface(), grpc_call(1, "KV/Put", b"\x0a\x04/m/b\x12\x05value")].concat();
-    let (headers, data) = (preface().len() + 12, put.len() - 8);
-    let slowly = async |name: &str, bytes: Vec<u8>, at_once: usize| {
+    // Sends the beginning at once, and of the rest a byte now and then; answers what came until it was let go.
+    let slowly = async |name: &str, begin: &[u8], rest: &[u8]| {
         let (mut read, mut write) =
             TcpStream::connect(siege.ours.address).await.unwrap().into_split();
-        write.write_all(&bytes[..at_once]).await.unwrap();
+        write.write_all(begin).await.unwrap();
         let trickle = async {
-            // The last byte is never sent, the one before it again and again.
-            for at in at_once.. {
+            for &byte in rest {
                 tokio::time::sleep(Duration::from_millis(200)).await;
-                if write.write_all(&[bytes[at.min(bytes.len() - 2)]]).await.is_err() {
-                    break;
+                if write.write_all(&[byte]).await.is_err() {
+                    return;
                 }
             }
+            // What is missing never comes.
+            std::future::pending::<()>().await;
         };
         let mut answer = Vec::new();
         let end = read.read_to_end(&mut answer);
@@ -665,20 +666,47 @@ async fn who_sends_a_byte_now_and_then_is_let_go() {
         .await;
         answer
     };
-    let form = "Content-Type: application/x-www-form-urlencoded\r\nContent-Length: 9000\r\n";
-    let body = format!("PUT /v2/keys/slow HTTP/1.1\r\nHost: localhost\r\n{form}\r\nvalue=xxx");
-    let at_body = body.len() - 5;
     let mut head = get(b"/v2/keys/slow");
     head.truncate(head.len() - 4);
-    let (_, body, ..) = tokio::join!(
-        slowly("a head", head, 20),
-        slowly("a body", body.into_bytes(), at_body),
-        slowly("the beginning of HTTP/2", preface(), 5),
-        slowly("a frame of headers", put.clone(), headers),
-        slowly("a frame of data", put.clone(), data),
+    let form = "Content-Type: application/x-www-form-urlencoded\r\nContent-Length: 9000\r\n";
+    let body = format!("PUT /v2/keys/slow HTTP/1.1\r\nHost: localhost\r\n{form}\r\nvalue=");
+    let call = grpc_call(1, "KV/Put", b"");
+    let headers = &call[..call.len() - 14];
+    // Frames that would take an hour.
+    let slow_headers = [&preface()[..], &frame(1, 4, 1, &[0; 16_000])[..9]].concat();
+    let slow_data = [&preface()[..], headers, &frame(0, 0, 1, &[0; 16_000])[..9]].concat();
+    let all_but_the_last = &preface()[..23];
+    let much = [b'x'; 16_000 - 1];
+    let (_, body, _, slow_headers, slow_data) = tokio::join!(
+        slowly("a head", &head, &much),
+        slowly("a body", body.as_bytes(), &much[..8_000]),
+        slowly("the beginning of HTTP/2", &all_but_the_last[..5], &all_but_the_last[5..]),
+        slowly("a frame of headers", &slow_headers, &much),
+        slowly("a frame of data", &slow_data, &much),
     );
     assert!(body.starts_with(b"HTTP/1.1 408"), "{}", body.escape_ascii());
+    for answer in [slow_headers, slow_data] {
+        assert!(!answer.is_empty(), "HTTP/2 was spoken");
+        assert_eq!(reproach(&answer), None, "it was let go because of the time alone");
+    }
     siege.end().await;
+}
+
+/// What the server says was wrong when it ends a connection of HTTP/2.
+fn reproach(mut frames: &[u8]) -> Option<u32> {
+    const GOAWAY: u8 = 7;
+    while let Some((&[_, a, b, kind, ..], rest)) = frames.split_first_chunk::<9>() {
+        // No frame here is so long that it needs the first byte of its length.
+        let (payload, next) = rest.split_at_checked(usize::from(a) << 8 | usize::from(b))?;
+        if kind == GOAWAY {
+            let code = payload.get(4..8)?.first_chunk().map(|code| u32::from_be_bytes(*code));
+            if code != Some(0) {
+                return code;
+            }
+        }
+        frames = next;
+    }
+    None
 }
 
 /// Who reads a byte now and then costs no more than who reads nothing, and nobody waits for it.
@@ -733,4 +761,38 @@ async fn who_hangs_up_behind_what_nobody_reads_leaves_no_watcher() {
         }
     }
     siege.end().await;
+}
+
+/// Each of them is whole, and what comes behind the first is not kept.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_call_that_sends_message_after_message_keeps_none_of_them() {
+    const CALLS: usize = 40;
+    const MOST: u64 = 32 << 20;
+    let _alone = ALONE.lock().await;
+    let ours = Ours::start().await;
+    let stream = TcpStream::connect(ours.address).await.unwrap();
+    let (client, connection) = h2::client::handshake(stream).await.unwrap();
+    let connection = tokio::spawn(connection);
+    let url = format!("http://{}/etcdserverpb.KV/Put", ours.address);
+    let messages = bytes::Bytes::from([0, 0, 0, 0, 3, 0x0a, 1, b'k'].repeat(2_000));
+    let before = memory();
+    let mut held = Vec::new();
+    for _ in 0..CALLS {
+        let request = Request::post(&url).header("content-type", "application/grpc");
+        let mut client = client.clone().ready().await.unwrap();
+        let (answer, mut body) = client.send_request(request.body(()).unwrap(), false).unwrap();
+        // Almost as much as one message may be.
+        for _ in 0..(2_000_000 / messages.len()) {
+            body.reserve_capacity(messages.len());
+            while body.capacity() < messages.len() {
+                let more = std::future::poll_fn(|cx| body.poll_capacity(cx));
+                soon("it is read", more).await.unwrap().unwrap();
+            }
+            body.send_data(messages.clone(), false).unwrap();
+        }
+        held.push((answer, body));
+    }
+    let grown = memory().saturating_sub(before);
+    assert!(grown < MOST, "{CALLS} calls keep {grown} bytes");
+    connection.abort();
 }

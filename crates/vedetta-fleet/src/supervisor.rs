@@ -22,6 +22,7 @@ mod plan;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::mem::{Discriminant, discriminant};
 use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -58,8 +59,10 @@ const TO_START: Duration = Duration::from_secs(30);
 const STABLE: Duration = Duration::from_secs(5);
 /// After so many failures in a row it is shown that something is wrong.
 const CRASH_LOOP: u32 = 5;
-/// A look that takes longer is dropped where it waits: an answer does not come.
+/// An answer that takes longer does not come.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// A look asks the server, and then tells workers to stop. One that takes longer is dropped where it is.
+const LONGEST_LOOK: Duration = PATIENCE.saturating_mul(2);
 /// How a worker ended that gave no sign of life.
 const SILENT: &str = "it was silent and killed";
 /// Ends that are waiting to be looked at.
@@ -177,11 +180,12 @@ impl Supervisor {
             instance: format!("{:016x}", fastrand::u64(..)),
             of: self,
         };
-        let limits = Limits { capacity: NonZeroU32::MIN, timeout: Some(PATIENCE) };
+        let limits = Limits { capacity: NonZeroU32::MIN, timeout: Some(LONGEST_LOOK) };
         let task = Task {
             name: name.clone(),
             runner: Runner::new(limits),
             tries: Tries::default(),
+            trouble: None,
             _listening: staff.listen(),
             staff: Arc::new(tokio::sync::Mutex::new(staff)),
             bell,
@@ -214,7 +218,7 @@ impl Kept {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Leaving {
     No,
-    /// We told it to, then; whether it heard that is not known.
+    /// We told it to, then, or tried; whether it heard that is not known.
     Told(Instant),
     /// It says so.
     Stops,
@@ -229,6 +233,8 @@ struct Task {
     name: String,
     runner: Runner<Instant>,
     tries: Tries,
+    /// What kind of failure it was last; nothing after a look that went well.
+    trouble: Option<Discriminant<Failure>>,
     /// A look has it while it runs, and what it knew is there for the next one however it ended.
     staff: Arc<tokio::sync::Mutex<Staff>>,
     bell: Arc<Notify>,
@@ -274,19 +280,20 @@ impl Task {
         match look.outcome {
             Outcome::Done(next) => {
                 self.tries.succeeded();
+                self.trouble = None;
                 let wait = next.saturating_duration_since(Instant::now());
                 self.runner.offer(ALL, now + wait);
             }
             Outcome::Failed(why) => {
-                let supervisor = &self.name;
-                if self.tries.failures() == 0 {
+                let (supervisor, kind) = (&self.name, discriminant(&why));
+                if self.trouble.replace(kind) != Some(kind) {
                     tracing::warn!(supervisor, error = %why, "a look failed; trying again");
                 }
                 self.runner.reschedule(ALL, self.tries.failed(now, &AGAIN, fastrand::f64()));
-                // That the server did not answer is nothing that it could show.
-                if !matches!(why, Failure::Error(_)) {
+                // A server that does not answer is no failure of ours, and how a worker ended is of more interest.
+                if matches!(why, Failure::Panic(_)) {
                     let why = format!("a look at the workers failed: {why}");
-                    self.staff.lock().await.last = Some((why, String::new()));
+                    self.staff.lock().await.last.get_or_insert((why, String::new()));
                 }
             }
             Outcome::Cancelled => {}
@@ -352,8 +359,11 @@ impl Staff {
     /// One look at what is there, and what is to be done about it. When to look next.
     async fn look(&mut self) -> Result<Instant, Failure> {
         let next = Instant::now() + self.period;
+        // How they ended comes by the channel.
+        while self.children.try_join_next().is_some() {}
         let exits = self.exits.len();
-        let told = self.report().await;
+        let told = timeout(PATIENCE, self.report()).await;
+        let told = told.map_err(|_| Failure::Timeout(PATIENCE))?;
         let (told, asked) = told.map_err(|error| Failure::Error(explain(&error)))?;
         self.remember(told.halted);
         self.observe(told.workers);
@@ -464,9 +474,11 @@ impl Staff {
                     if info.status == Status::Stopped && kept.kill.is_none() {
                         left.push(id.clone());
                     }
-                    // A command is handed out once, and may be lost then: when its time is over, it is given again.
+                    // A command is handed out once, and may be lost then: when its time is over, it is given again. At
+                    // the end there is not that much time, and no harm in telling it twice.
+                    let patience = if self.draining { PATIENCE } else { TTL };
                     if let Leaving::Told(at) = kept.leaving
-                        && at.elapsed() >= TTL
+                        && at.elapsed() >= patience
                         && matches!(info.status, Status::Running | Status::Paused)
                     {
                         tracing::warn!(worker = id, "it was told to stop, and did not");
@@ -724,18 +736,24 @@ impl Staff {
     async fn dismiss(&mut self, ids: Vec<String>) {
         let mut told = FuturesUnordered::new();
         for id in ids {
-            match self.hands.get(&id) {
+            match self.hands.get_mut(&id) {
                 Some(Kept { info: None, .. }) => self.kill(&id, false),
-                Some(_) => {
+                Some(kept) => {
+                    // From before it is sent: whatever becomes of the answer and of this look, it may have heard.
+                    kept.leaving = Leaving::Told(Instant::now());
                     let control = Arc::clone(&self.of.control);
-                    told.push(async move { (control.tell(&id, Order::Stop).await.is_ok(), id) });
+                    told.push(async move {
+                        (timeout(PATIENCE, control.tell(&id, Order::Stop)).await, id)
+                    });
                 }
                 None => {}
             }
         }
-        while let Some((is_told, id)) = told.next().await {
-            if let Some(kept) = self.hands.get_mut(&id).filter(|_| is_told) {
-                kept.leaving = Leaving::Told(Instant::now());
+        while let Some((answer, id)) = told.next().await {
+            if let (Ok(Err(ControlError::Refused(_))), Some(kept)) =
+                (answer, self.hands.get_mut(&id))
+            {
+                kept.leaving = Leaving::No;
             }
         }
     }

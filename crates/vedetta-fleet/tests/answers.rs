@@ -40,6 +40,8 @@ struct Server {
     frozen: Option<Frozen>,
     /// What goes wrong next, and what it is that a supervisor asks for then.
     faults: Mutex<VecDeque<(Asks, Fault)>>,
+    /// What should not have been asked for; a panic here would only be a look that failed.
+    wrong: Mutex<Vec<String>>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,6 +54,22 @@ enum Asks {
 enum Fault {
     Panics,
     Hangs,
+    /// After it has reached whom it is for.
+    DeliversAndPanics,
+    DeliversAndHangs,
+}
+
+impl Fault {
+    fn delivers(self) -> bool {
+        matches!(self, Self::DeliversAndPanics | Self::DeliversAndHangs)
+    }
+
+    async fn strike(self) {
+        match self {
+            Self::Panics | Self::DeliversAndPanics => panic!("a defect"),
+            Self::Hangs | Self::DeliversAndHangs => std::future::pending().await,
+        }
+    }
 }
 
 /// Processes that give one sign of life and no other.
@@ -140,13 +158,9 @@ impl Server {
         self.commands.lock().push_back((takes, handed));
     }
 
-    async fn fail_if_asked(&self, asks: Asks) {
+    fn next_fault(&self, asks: Asks) -> Option<Fault> {
         let next = self.faults.lock().pop_front_if(|(place, _)| *place == asks);
-        match next {
-            Some((_, Fault::Panics)) => panic!("a defect"),
-            Some((_, Fault::Hangs)) => std::future::pending().await,
-            None => {}
-        }
+        next.map(|(_, fault)| fault)
     }
 
     async fn next_command(&self) -> Vec<Handed> {
@@ -170,10 +184,18 @@ impl Server {
     }
 
     /// A worker does what somebody told it.
-    fn stopped_by_hand(&self, id: &str) {
-        let mut workers = self.workers.lock();
-        let told = workers.iter_mut().find(|worker| worker.id == id).unwrap();
-        (told.status, told.note) = (Status::Stopping, Some("it was told to stop".into()));
+    fn obeys(&self, id: &str) {
+        match self.workers.lock().iter_mut().find(|worker| worker.id == id) {
+            Some(it) => {
+                (it.status, it.note) = (Status::Stopping, Some("it was told to stop".into()));
+            }
+            None => self.wrong.lock().push(format!("{id} was told to stop, and is not there")),
+        }
+    }
+
+    fn stopping(&self) -> usize {
+        let workers = self.workers.lock();
+        workers.iter().filter(|worker| worker.status == Status::Stopping).count()
     }
 
     fn mood(&self) -> Option<Mood> {
@@ -198,7 +220,9 @@ impl Control for Server {
     }
 
     async fn supervise(&self, _: &str, report: &Report) -> Result<Told, ControlError> {
-        self.fail_if_asked(Asks::ForAll).await;
+        if let Some(fault) = self.next_fault(Asks::ForAll) {
+            fault.strike().await;
+        }
         self.reports.lock().push(report.clone());
         let commands = self.next_command().await;
         let mut workers = self.workers.lock().clone();
@@ -213,13 +237,19 @@ impl Control for Server {
     }
 
     async fn tell(&self, id: &str, order: Order) -> Result<(), ControlError> {
-        assert_eq!(order, Order::Stop);
-        self.fail_if_asked(Asks::ForAStop).await;
+        if order != Order::Stop {
+            self.wrong.lock().push(format!("{id} was told to {order}"));
+        }
+        let fault = self.next_fault(Asks::ForAStop);
+        if let Some(fault) = fault.filter(|fault| !fault.delivers()) {
+            fault.strike().await;
+        }
         self.stops.lock().push(Instant::now());
-        if self.stops.lock().len() > 1 {
-            let mut workers = self.workers.lock();
-            let told = workers.iter_mut().find(|worker| worker.id == id).unwrap();
-            told.status = Status::Stopping;
+        if fault.is_some() || self.stops.lock().len() > 1 {
+            self.obeys(id);
+        }
+        if let Some(fault) = fault {
+            fault.strike().await;
         }
         Ok(())
     }
@@ -300,6 +330,7 @@ async fn a_worker_that_does_not_hear_that_it_is_to_stop_is_told_again_when_that_
     assert_eq!(server.stops.lock().len(), 2);
     server.workers.lock().clear();
     supervisor.stop(Duration::ZERO).await;
+    assert_eq!(*server.wrong.lock(), [""; 0]);
 }
 
 #[tokio::test(start_paused = true)]
@@ -368,7 +399,7 @@ async fn with_auto_balance_a_worker_that_was_stopped_by_hand_is_not_replaced_at_
     until("one more", || server.wanted() == Some(4)).await;
     assert_eq!(server.done(), ["more"]);
     for (id, left) in [("anna", 3), ("ben", 2)] {
-        server.stopped_by_hand(id);
+        server.obeys(id);
         until(id, || server.wanted() == Some(left)).await;
     }
     let stopped = Instant::now();
@@ -379,7 +410,7 @@ async fn with_auto_balance_a_worker_that_was_stopped_by_hand_is_not_replaced_at_
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_look_that_panics_or_hangs_is_shown_and_loses_no_worker() {
+async fn a_look_that_panics_or_hangs_loses_no_worker_and_a_defect_is_shown() {
     let folder = TempDir::new().unwrap();
     let program = idle_program(&folder);
     let (since, silent) = (Mutex::default(), Duration::MAX);
@@ -389,23 +420,23 @@ async fn a_look_that_panics_or_hangs_is_shown_and_loses_no_worker() {
     until("two workers", || started(&program).len() == 2).await;
     let first = started(&program);
     let shown = || server.reports.lock().last().and_then(|report| report.last_exit.clone());
+    // That a server is slow is no failure of the supervisor's, nor of a worker's.
+    let defect = Some("a look at the workers failed: it panicked: a defect".to_owned());
     for (asks, fault, why) in [
-        (Asks::ForAll, Fault::Panics, "it panicked: a defect"),
-        (Asks::ForAll, Fault::Hangs, "it took longer than 5s"),
-        (Asks::ForAStop, Fault::Panics, "it panicked: a defect"),
-        (Asks::ForAStop, Fault::Hangs, "it took longer than 5s"),
+        (Asks::ForAll, Fault::Hangs, &None),
+        (Asks::ForAStop, Fault::Hangs, &None),
+        (Asks::ForAll, Fault::Panics, &defect),
+        (Asks::ForAStop, Fault::Panics, &defect),
     ] {
         server.faults.lock().extend([(asks, fault); 3]);
         // One too many, that is to be told so.
         server.workers.lock().push(worker("ben", Status::Running));
         until("all went wrong", || server.faults.lock().is_empty()).await;
-        let why = format!("a look at the workers failed: {why}");
-        until("it is shown", || shown().as_ref() == Some(&why)).await;
-        let stops = server.stops.lock().len();
-        if asks == Asks::ForAStop {
-            until("it goes on where it was", || server.stops.lock().len() > stops).await;
-        }
+        until("it is told", || server.stopping() == 1).await;
+        assert_eq!(&shown(), why, "{asks:?}, {fault:?}");
         server.workers.lock().clear();
+        let reports = server.reports.lock().len();
+        until("a look without it", || server.reports.lock().len() > reports).await;
         assert_eq!(started(&program), first, "{asks:?}, {fault:?}");
     }
     // Their ends are seen as before.
@@ -414,7 +445,42 @@ async fn a_look_that_panics_or_hangs_is_shown_and_loses_no_worker() {
     assert!(killed.success());
     let is_replaced = || !started(&program).contains_key(id) && started(&program).len() == 2;
     until("it is replaced", is_replaced).await;
-    assert_eq!(shown().as_deref(), Some("signal 9"));
+    let signal = Some("signal 9");
+    assert_eq!(shown().as_deref(), signal);
+    // What is wrong with a worker is not hidden by what is wrong with a look.
+    for fault in [Fault::Hangs, Fault::Panics] {
+        server.faults.lock().push_back((Asks::ForAll, fault));
+        until("it went wrong", || server.faults.lock().is_empty()).await;
+        let reports = server.reports.lock().len();
+        until("the next looks", || server.reports.lock().len() >= reports + 2).await;
+        assert_eq!(shown().as_deref(), signal, "{fault:?}");
+    }
     supervisor.stop(Duration::ZERO).await;
     assert!(started(&program).is_empty(), "nobody is left behind");
+    assert_eq!(*server.wrong.lock(), [""; 0]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stop_that_arrives_without_an_answer_is_not_taken_for_one_by_hand() {
+    for fault in [Fault::DeliversAndHangs, Fault::DeliversAndPanics] {
+        let server = Arc::new(Server::default());
+        let workers = ["anna", "ben"].map(|id| worker(id, Status::Running));
+        server.workers.lock().extend(workers);
+        let supervisor = supervise(&server, "/bin/false".into(), 1, 3);
+        until("those that are there", || server.wanted() == Some(2)).await;
+        server.faults.lock().push_back((Asks::ForAStop, fault));
+        server.workers.lock().push(worker("carl", Status::Running));
+        until("one of them stops", || server.stopping() == 1).await;
+        let reports = server.reports.lock().len();
+        until("some looks", || server.reports.lock().len() >= reports + 3).await;
+        assert_eq!(server.wanted(), Some(2), "{fault:?}");
+        // As one by hand is.
+        server.workers.lock().retain(|worker| worker.status != Status::Stopping);
+        let left = server.workers.lock()[0].id.clone();
+        server.obeys(&left);
+        until("one less", || server.wanted() == Some(1)).await;
+        server.workers.lock().clear();
+        supervisor.stop(Duration::ZERO).await;
+        assert_eq!(*server.wrong.lock(), [""; 0]);
+    }
 }

@@ -4,16 +4,20 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use async_trait::async_trait;
 use tempfile::TempDir;
 use testing::{Proxy, soon};
+use tokio::sync::broadcast;
 use tokio::task::JoinSet;
 use vedetta_db::postgres::Postgres;
 use vedetta_db::{Db, Options};
 use vedetta_fleet::bus::redis::RedisBus;
-use vedetta_fleet::bus::{MOST, Record, State, Wake};
+use vedetta_fleet::bus::{MOST, Record, State, Taken, Wake};
 use vedetta_fleet::postgres::PostgresBus;
-use vedetta_fleet::sqlite::SqliteBus;
-use vedetta_fleet::{Bus, CommandId, Order, Target};
+use vedetta_fleet::sqlite::{SqliteBus, SqliteRoster};
+use vedetta_fleet::wire::Beat;
+use vedetta_fleet::{Bus, BusError, CommandId, Fleet, Order, Target};
+use vedetta_jobs::sqlite::SqliteJobs;
 
 /// Long enough never to be over within a test.
 const HOUR: Duration = Duration::from_secs(3600);
@@ -357,6 +361,71 @@ async fn what_no_wake_up_told_is_found_by_a_look<W: World>() {
     .await;
 }
 
+/// A bus whose wake-ups never come.
+struct Deaf {
+    inner: Arc<dyn Bus>,
+    silence: broadcast::Sender<Wake>,
+}
+
+#[async_trait]
+impl Bus for Deaf {
+    async fn put(&self, target: &Target, order: &Order, ttl: Duration) -> Result<Record, BusError> {
+        self.inner.put(target, order, ttl).await
+    }
+
+    async fn take(&self, target: &Target) -> Result<Vec<Taken>, BusError> {
+        self.inner.take(target).await
+    }
+
+    async fn applied(&self, ids: &[CommandId]) -> Result<(), BusError> {
+        self.inner.applied(ids).await
+    }
+
+    async fn command(&self, id: &CommandId) -> Result<Option<Record>, BusError> {
+        self.inner.command(id).await
+    }
+
+    async fn waiting(&self, targets: &[Target]) -> Result<Vec<Target>, BusError> {
+        self.inner.waiting(targets).await
+    }
+
+    fn wakes(&self) -> broadcast::Receiver<Wake> {
+        self.silence.subscribe()
+    }
+}
+
+async fn a_server_that_no_wake_up_reaches_hands_out_what_is_put<W: World>() {
+    let world = W::new().await;
+    let folder = TempDir::new().unwrap();
+    let mut options = Options::new(folder.path().join("server.db"));
+    options.ballast = 0;
+    let schemas = [vedetta_jobs::sqlite::SCHEMA, vedetta_fleet::sqlite::SCHEMA];
+    let db = Db::open(&options, &schemas).unwrap();
+    let deaf = Deaf { inner: Arc::clone(world.bus()), silence: broadcast::Sender::new(1) };
+    let roster = Arc::new(SqliteRoster::new(db.clone()));
+    let jobs = Arc::new(SqliteJobs::open(db).await.unwrap());
+    let often = Duration::from_millis(50);
+    let fleet = Fleet::open(Arc::new(deaf), roster, jobs, [], often).await.unwrap();
+    let beat = || Beat::of_this_process(vec!["default".into()]);
+    // What waits when it comes is found without a look.
+    assert!(fleet.heard("anna", beat(), false).await.unwrap().commands.is_empty());
+    let neighbour = world.neighbour().await;
+    for (bus, order) in [(world.bus(), Order::Pause), (&neighbour, Order::Resume)] {
+        let told = put(bus, order, HOUR).await;
+        let handed = soon("a look", async {
+            loop {
+                let heard = fleet.heard("anna", beat(), false).await.unwrap();
+                if !heard.commands.is_empty() {
+                    break heard.commands;
+                }
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        });
+        let ids: Vec<CommandId> = handed.await.into_iter().map(|handed| handed.id).collect();
+        assert_eq!(ids, [told.id]);
+    }
+}
+
 async fn whoever_does_not_listen_gets_no_more_than_so_many<W: World>() {
     let world = W::new().await;
     let bus = world.bus();
@@ -404,6 +473,7 @@ stories! {
     commands_survive_the_end_of_everything_and_expire_all_the_same
     whoever_waits_is_woken_also_by_others
     what_no_wake_up_told_is_found_by_a_look
+    a_server_that_no_wake_up_reaches_hands_out_what_is_put
     whoever_does_not_listen_gets_no_more_than_so_many
 }
 
@@ -447,4 +517,19 @@ async fn after_the_clock_of_a_server_was_set_back_no_more_is_left_than_was_asked
                  expires_at = expires_at + interval '1 hour'";
     assert_eq!(db.client().await.unwrap().execute(later, &[]).await.unwrap(), 1);
     assert!(left(postgres.bus(), &anna).await <= minute);
+}
+
+#[tokio::test]
+async fn a_command_whose_record_a_redis_has_lost_keeps_no_other_from_being_handed_out() {
+    let redis = OnRedis::new().await;
+    let start = Order::Start { queue: "a".into(), count: 1 };
+    let lost = put(redis.bus(), start.clone(), HOUR).await;
+    put(redis.bus(), Order::Restart, HOUR).await;
+    let client = ::redis::Client::open(redis.server.url()).unwrap();
+    let mut connection = client.get_multiplexed_async_connection().await.unwrap();
+    let mut forget = ::redis::cmd("DEL");
+    forget.arg(format!("{{vedetta}}:record:{}", lost.id.0));
+    assert!(forget.query_async::<bool>(&mut connection).await.unwrap());
+    assert_eq!(orders(redis.bus()).await, [start, Order::Restart]);
+    assert_eq!(redis.bus().command(&lost.id).await.unwrap(), None);
 }

@@ -7,7 +7,8 @@
 //! stage; and of each the smaller ids first. One that meets another order, as a user's may, is done again
 //! if PostgreSQL finds the two waiting for each other. Nobody waits long for an entity that somebody keeps
 //! locked: its record is given back, and the others are saved. And nobody waits long for one of us who stalls
-//! within a transaction: the server ends it, and it saves nothing.
+//! within a transaction: the server ends it, and it saves nothing. Who goes on saves what it has locked, however
+//! long that takes: a record that is locked is nobody else's to claim.
 //!
 //! A claim does not wait for the disk: a claim lost with the server is as if it had not been made.
 
@@ -16,6 +17,7 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::time::sleep;
 use tokio_util::task::AbortOnDropHandle;
 use vedetta_core::explain;
 use vedetta_core::queue::{Kept, Settled, Woken};
@@ -73,6 +75,9 @@ pub const SCHEMA: Schema = Schema {
 
 /// The wait for records that are due and locked.
 const BUSY: Duration = Duration::from_millis(5);
+
+/// So often a transaction in the hands of a table is looked at.
+const LOOK: Duration = Duration::from_millis(50);
 
 /// On it goes which lane has something new, and who said so.
 const CHANNEL: &str = "vedetta_stage";
@@ -181,15 +186,17 @@ const KEEP: &str = "
           AND held_until > now()
     RETURNING token";
 
-/// From here on the transaction waits for nobody longer than that; nor does the server for us: five seconds, or a
-/// shorter lease. Zero would be for ever.
+/// Locks what is still held; until the end of the transaction nobody else can claim it, and its token is all that need
+/// be asked for. From here on the transaction waits for nobody longer than that; nor does the server for us: five
+/// seconds, or half of what is left of the lease. So a failure to go on can be noted before it is over. Zero would
+/// be for ever.
 const HOLD: &str = "
     SELECT token FROM vedetta_stage_record
     WHERE lane = $1 AND id = ANY ($2) AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE
           AND held_until > clock_timestamp()
           AND (SELECT set_config('lock_timeout', '2s', true)) IS NOT NULL
           AND (SELECT set_config('idle_in_transaction_session_timeout', greatest(1, least(5000,
-                      ceil(1000 * extract(epoch FROM max(held_until) - now()))))::bigint::text, true)
+                      ceil(500 * extract(epoch FROM max(held_until) - now()))))::bigint::text, true)
                FROM vedetta_stage_record WHERE lane = $1 AND id = ANY ($2)
                     AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE) IS NOT NULL
     ORDER BY id FOR UPDATE";
@@ -197,10 +204,11 @@ const HOLD: &str = "
 /// The same of who changes entities without holding their records.
 const BE_QUICK: &str = "SELECT set_config('idle_in_transaction_session_timeout', '5s', true)";
 
+/// Of these three the last parameter says that the records are locked.
 const REMOVE: &str = "
     DELETE FROM vedetta_stage_record
     WHERE lane = $1 AND id = ANY ($2) AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE
-          AND held_until > clock_timestamp()
+          AND ($4 OR held_until > clock_timestamp())
           AND version = seen
     RETURNING token";
 
@@ -209,7 +217,7 @@ const REMAIN: &str = "
     UPDATE vedetta_stage_record SET
         held_until = NULL, due_at = visit_at, failures = 0, error = NULL, not_before = '-infinity'
     WHERE lane = $1 AND id = ANY ($2) AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE
-          AND held_until > clock_timestamp()
+          AND ($4 OR held_until > clock_timestamp())
     RETURNING token, extract(epoch FROM due_at - clock_timestamp())::float8";
 
 const MOVE: &str = "
@@ -232,7 +240,8 @@ const MOVE: &str = "
                           ELSE r.not_before END
     FROM unnest($2::text[], $3::bigint[], $4::text[], $5::bigint[], $6::bigint[], $7::text[],
                 $8::boolean[]) AS u (id, token, kind, after, not_before, error, park)
-    WHERE r.lane = $1 AND r.id = u.id AND r.token = u.token AND r.held_until > clock_timestamp()
+    WHERE r.lane = $1 AND r.id = u.id AND r.token = u.token
+          AND ($9 OR r.held_until > clock_timestamp())
     RETURNING r.token, extract(epoch FROM r.due_at - clock_timestamp())::float8";
 
 /// The queues in one database.
@@ -348,24 +357,29 @@ impl Records {
     }
 }
 
-/// Settles records that nothing else is stored for.
+/// What became of records, by the tokens of their claims.
+type Ended = HashMap<i64, Settled>;
+
+/// Settles records, which are locked or else must still be held, and notes what became of each as soon as it is
+/// known.
 async fn settle(
     db: &impl GenericClient,
     lane: Lane,
     ends: &[(&Claim, &Fate)],
-) -> Result<Vec<Settled>, Error> {
-    let mut answers: HashMap<i64, Settled> = HashMap::with_capacity(ends.len());
+    are_locked: bool,
+    ended: &mut Ended,
+) -> Result<(), Error> {
     let again = |due: Option<f64>| due.map_or(Settled::Parked, |due| Settled::Again(delay(due)));
 
     let gone = ends.iter().filter(|(_, fate)| **fate == Fate::Gone).map(|(claim, _)| *claim);
     let (ids, tokens) = columns(gone.clone());
     if !ids.is_empty() {
-        let removed: Vec<i64> = query(db, REMOVE, &[&lane.0, &ids, &tokens]).await?;
-        answers.extend(removed.into_iter().map(|token| (token, Settled::Gone)));
-        if answers.len() < ids.len() {
-            let (ids, tokens) = columns(gone.filter(|claim| !answers.contains_key(&claim.token)));
-            let remain = query_due(db, REMAIN, &[&lane.0, &ids, &tokens]).await?;
-            answers.extend(remain.into_iter().map(|(token, due)| (token, again(due))));
+        let removed: Vec<i64> = query(db, REMOVE, &[&lane.0, &ids, &tokens, &are_locked]).await?;
+        ended.extend(removed.into_iter().map(|token| (token, Settled::Gone)));
+        let (ids, tokens) = columns(gone.filter(|claim| !ended.contains_key(&claim.token)));
+        if !ids.is_empty() {
+            let remain = query_due(db, REMAIN, &[&lane.0, &ids, &tokens, &are_locked]).await?;
+            ended.extend(remain.into_iter().map(|(token, due)| (token, again(due))));
         }
     }
 
@@ -374,7 +388,7 @@ async fn settle(
     moving.sort_unstable_by(|(a, _), (b, _)| a.id.cmp(&b.id));
     moving.into_iter().for_each(|(claim, fate)| moves.push(claim, fate));
     if !moves.ids.is_empty() {
-        let params: [&(dyn ToSql + Sync); 8] = [
+        let params: [&(dyn ToSql + Sync); 9] = [
             &lane.0,
             &moves.ids,
             &moves.tokens,
@@ -383,13 +397,15 @@ async fn settle(
             &moves.not_befores,
             &moves.errors,
             &moves.parks,
+            &are_locked,
         ];
         let changed = query_due(db, MOVE, &params).await?;
-        answers.extend(changed.into_iter().map(|(token, due)| (token, again(due))));
+        ended.extend(changed.into_iter().map(|(token, due)| (token, again(due))));
     }
-    let answer =
-        |(claim, _): &(&Claim, &Fate)| answers.get(&claim.token).copied().unwrap_or(Settled::Stale);
-    Ok(ends.iter().map(answer).collect())
+    for (claim, _) in ends {
+        ended.entry(claim.token).or_insert(Settled::Stale);
+    }
+    Ok(())
 }
 
 /// The columns of [`MOVE`].
@@ -510,34 +526,10 @@ impl crate::record::Records for Records {
     }
 
     async fn settle(&self, lane: Lane, ends: &[(Claim, Fate)]) -> Result<Vec<Settled>, StageError> {
-        let client = self.db.client().await?;
         let ends: Vec<_> = ends.iter().map(|(claim, fate)| (claim, fate)).collect();
-        let settled = match settle(&client, lane, &ends).await.map_err(StageError::from) {
-            Ok(settled) => settled,
-            Err(error) if error.is_transient() || ends.len() == 1 => return Err(error),
-            // One that cannot be settled must not hold up the others: its lease will lapse.
-            Err(_) => {
-                let mut settled = Vec::with_capacity(ends.len());
-                for end in &ends {
-                    let one = settle(&client, lane, std::slice::from_ref(end)).await;
-                    settled.push(match one.map_err(StageError::from) {
-                        Ok(one) => one[0],
-                        Err(error) if error.is_transient() => return Err(error),
-                        Err(error) => {
-                            let why = explain(&error);
-                            tracing::error!(id = &*end.0.id, error = why, "cannot be settled");
-                            Settled::Stale
-                        }
-                    });
-                }
-                settled
-            }
-        };
-        if gives_back(&ends) {
-            self.tell(&client, lane).await?;
-            self.bells.ring(lane);
-        }
-        Ok(settled)
+        let mut ended = Ended::with_capacity(ends.len());
+        self.settle_known(lane, &ends, &mut ended).await?;
+        Ok(ends.iter().map(|(claim, _)| ended[&claim.token]).collect())
     }
 
     async fn counts(&self) -> Result<Vec<LaneCounts>, StageError> {
@@ -645,6 +637,43 @@ impl crate::record::Records for Records {
 }
 
 impl Records {
+    /// Settles records that nothing else is stored for, and notes what became of each as soon as it is known.
+    async fn settle_known(
+        &self,
+        lane: Lane,
+        ends: &[(&Claim, &Fate)],
+        ended: &mut Ended,
+    ) -> Result<(), StageError> {
+        let client = self.db.client().await?;
+        match settle(&client, lane, ends, false, ended).await.map_err(StageError::from) {
+            Ok(()) => {}
+            Err(error) if error.is_transient() || ends.len() == 1 => return Err(error),
+            // One that cannot be settled must not hold up the others: its lease will lapse.
+            Err(_) => {
+                for end in ends {
+                    let token = end.0.token;
+                    if ended.contains_key(&token) {
+                        continue;
+                    }
+                    let one = settle(&client, lane, std::slice::from_ref(end), false, ended).await;
+                    if let Err(error) = one.map_err(StageError::from) {
+                        if error.is_transient() {
+                            return Err(error);
+                        }
+                        let why = explain(&error);
+                        tracing::error!(id = &*end.0.id, error = why, "cannot be settled");
+                        ended.insert(token, Settled::Stale);
+                    }
+                }
+            }
+        }
+        if gives_back(ends) {
+            self.bells.ring(lane);
+            self.tell(&client, lane).await?;
+        }
+        Ok(())
+    }
+
     /// Tells others, once what `db` is in is committed, that there is something to take.
     async fn tell(&self, db: &impl GenericClient, lane: Lane) -> Result<(), Error> {
         let statement = db.prepare_cached("SELECT pg_notify($1, $2)").await?;
@@ -653,11 +682,26 @@ impl Records {
     }
 }
 
+/// The table was at something else until the server ended its transaction.
+#[derive(Debug, thiserror::Error)]
+#[error("the table let the database wait for too long between two statements")]
+struct Silent;
+
+fn is_silent(error: &StageError) -> bool {
+    matches!(error, StageError::Failed(cause) if cause.is::<Silent>())
+}
+
 /// Somebody kept something locked for too long.
 fn is_locked(error: &StageError) -> bool {
     let StageError::Failed(cause) = error else { return false };
     let code = SqlState::LOCK_NOT_AVAILABLE;
     matches!(cause.downcast_ref(), Some(PostgresError::Refused { code: found, .. }) if found == code.code())
+}
+
+/// Somebody else was in the way, and the connection is as good as before.
+fn stood_in_the_way(error: &StageError) -> bool {
+    let StageError::Unavailable(cause) = error else { return false };
+    cause.downcast_ref().is_some_and(PostgresError::stood_in_the_way)
 }
 
 /// What was given back may be taken by others at once.
@@ -852,19 +896,39 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
         Ok(saved)
     }
 
-    /// Settles what saves nothing. Which tokens of those that go elsewhere are held.
+    /// Settles what saves nothing, as far as it can. Which tokens of those that go elsewhere are held.
     async fn settle_plain(
         &self,
         lane: Lane,
         endings: &[&Ending<E>],
-    ) -> Result<(Vec<Settled>, HashSet<i64>), StageError> {
-        let records = &self.records;
-        let ends: Vec<_> = endings.iter().map(|ending| (&ending.claim, &ending.fate)).collect();
-        if endings.iter().all(|ending| ending.visits.is_empty()) {
-            let ends: Vec<_> =
-                ends.into_iter().map(|(claim, fate)| (claim.clone(), fate.clone())).collect();
-            return Ok((records.settle(lane, &ends).await?, HashSet::new()));
+    ) -> Result<(Vec<Result<Saved, Unsettled>>, HashSet<i64>), StageError> {
+        let mut ends: Vec<_> = endings.iter().map(|ending| (&ending.claim, &ending.fate)).collect();
+        let (mut ended, mut held) = (Ended::with_capacity(ends.len()), HashSet::new());
+        if endings.iter().any(|ending| !ending.visits.is_empty()) {
+            held = self.sort(lane, endings, &mut ended).await?;
+            ends.retain(|(claim, _)| !ended.contains_key(&claim.token));
         }
+        let mut lost = String::new();
+        if !ends.is_empty()
+            && let Err(error) = self.records.settle_known(lane, &ends, &mut ended).await
+        {
+            lost = explain(&error);
+        }
+        let answer = |ending: &&Ending<E>| match ended.get(&ending.claim.token) {
+            Some(settled) => Ok(Saved::Settled(*settled)),
+            None => Err(Unsettled::Lost(lost.clone())),
+        };
+        Ok((endings.iter().map(answer).collect(), held))
+    }
+
+    /// Enqueues entities where they are to go, and removes records that may go. Which tokens are held.
+    async fn sort(
+        &self,
+        lane: Lane,
+        endings: &[&Ending<E>],
+        ended: &mut Ended,
+    ) -> Result<HashSet<i64>, StageError> {
+        let records = &self.records;
         let mut visits: BTreeMap<(i32, &str), (i64, &Going)> = BTreeMap::new();
         for ending in endings {
             for going in &ending.visits {
@@ -887,8 +951,8 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
             .collect();
         told.dedup();
         let news: Vec<String> = told.iter().map(|lane| records.bells.news(Lane(*lane))).collect();
-        let gone = ends.iter().filter(|(_, fate)| **fate == Fate::Gone).map(|(claim, _)| *claim);
-        let (gone, gone_tokens) = columns(gone);
+        let gone = endings.iter().filter(|ending| ending.fate == Fate::Gone);
+        let (gone, gone_tokens) = columns(gone.map(|ending| &ending.claim));
 
         let params: [&(dyn ToSql + Sync); 11] = [
             &lane.0,
@@ -912,16 +976,43 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
         let mut rung: Vec<i32> = due.map(|((lane, _), _)| *lane).collect();
         rung.dedup();
         rung.into_iter().for_each(|lane| records.bells.ring(Lane(lane)));
-        let gone = ends.iter().map(|(claim, _)| claim.token).filter(|token| found.contains(token));
-        let mut answers: HashMap<i64, Settled> = gone.map(|token| (token, Settled::Gone)).collect();
-        let left = ends.iter().filter(|(claim, _)| !answers.contains_key(&claim.token));
-        let left: Vec<_> = left.map(|(claim, fate)| ((*claim).clone(), (*fate).clone())).collect();
-        if !left.is_empty() {
-            let settled = records.settle(lane, &left).await?;
-            answers.extend(left.iter().map(|(claim, _)| claim.token).zip(settled));
+        let tokens = endings.iter().map(|ending| ending.claim.token);
+        let gone = tokens.filter(|token| found.contains(token));
+        ended.extend(gone.map(|token| (token, Settled::Gone)));
+        Ok(held)
+    }
+
+    /// Each in a transaction of its own, as what could not be done for all may be the matter of one. None is tried
+    /// any more once the database is away, nor after one that let it wait: meanwhile the others would lose
+    /// their leases, so that one is to be noted first.
+    async fn settle_each(
+        &self,
+        lane: Lane,
+        endings: &[&Ending<E>],
+    ) -> Vec<Result<Saved, Unsettled>> {
+        let mut lost: Option<String> = None;
+        let mut answers = Vec::with_capacity(endings.len());
+        for ending in endings {
+            if let Some(why) = &lost {
+                answers.push(Err(Unsettled::Lost(why.clone())));
+                continue;
+            }
+            let mut tried = caught(self.settle_saving(lane, &[ending])).await;
+            if tried.as_ref().is_err_and(is_locked) {
+                let given_back = [(ending.claim.clone(), Fate::Released)];
+                let settled = self.records.settle(lane, &given_back).await;
+                tried = settled.map(|_| vec![Saved::Conflict]);
+            }
+            answers.push(tried.map(|saved| saved[0]).map_err(|error| {
+                let why = explain(&error);
+                let is_away = error.is_transient() && !stood_in_the_way(&error);
+                if is_away || is_silent(&error) {
+                    lost = Some(why.clone());
+                }
+                if error.is_transient() { Unsettled::Lost(why) } else { Unsettled::Refused(why) }
+            }));
         }
-        let answers = ends.iter().map(|(claim, _)| answers[&claim.token]).collect();
-        Ok((answers, held))
+        answers
     }
 
     /// Saves entities and settles their records, in one transaction.
@@ -930,34 +1021,6 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
         lane: Lane,
         endings: &[&Ending<E>],
     ) -> Result<Vec<Saved>, StageError> {
-        loop {
-            if let Some(saved) = self.settle_in_time(lane, endings).await? {
-                return Ok(saved);
-            }
-        }
-    }
-
-    /// The same for one that may have been what the others could not be saved for.
-    async fn settle_one(&self, lane: Lane, ending: &Ending<E>) -> Result<Saved, Unsettled> {
-        let lost = |error: StageError| Unsettled::Lost(explain(&error));
-        match caught(self.settle_saving(lane, &[ending])).await {
-            Ok(saved) => Ok(saved[0]),
-            Err(error) if error.is_transient() => Err(lost(error)),
-            Err(error) if is_locked(&error) => {
-                let given_back = [(ending.claim.clone(), Fate::Released)];
-                self.records.settle(lane, &given_back).await.map_err(lost)?;
-                Ok(Saved::Conflict)
-            }
-            Err(error) => Err(Unsettled::Refused(explain(&error))),
-        }
-    }
-
-    /// Nothing, and nothing is done, if a lease was over before all was saved: then that one is not held any more.
-    async fn settle_in_time(
-        &self,
-        lane: Lane,
-        endings: &[&Ending<E>],
-    ) -> Result<Option<Vec<Saved>>, StageError> {
         let records = &self.records;
         let mut client = records.db.client().await?;
         let tx = client.transaction().await?;
@@ -977,7 +1040,11 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
         }
         saving.sort_by(|(a, _), (b, _)| endings[*a].claim.id.cmp(&endings[*b].claim.id));
         let (indexes, changed): (Vec<usize>, Vec<(E, Version)>) = saving.into_iter().unzip();
-        let saved = self.table.save_all(&tx, &changed).await?;
+        let saved = tokio::select! {
+            biased; // what the table waits for the server for, it is told itself
+            saved = self.table.save_all(&tx, &changed) => saved?,
+            () = closed(&tx) => return Err(StageError::Failed(Box::new(Silent))),
+        };
 
         let mut answers = vec![Saved::Settled(Settled::Stale); endings.len()];
         let (mut visits, mut ends, mut settling) = (Vec::new(), Vec::new(), Vec::new());
@@ -996,21 +1063,23 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
             let news = records.bells.news(self.system);
             self.visit_system(&tx, &visits, &news).await?;
         }
-        // At last, as this looks whether we are in time.
-        let settled = settle(&tx, lane, &ends).await?;
-        for (index, settled) in settling.into_iter().zip(settled) {
-            if answers[index] == Saved::Conflict {
-                continue;
+        let mut ended = Ended::with_capacity(ends.len());
+        settle(&tx, lane, &ends, true, &mut ended).await?;
+        for index in settling {
+            if answers[index] != Saved::Conflict {
+                answers[index] = Saved::Settled(ended[&endings[index].claim.token]);
             }
-            if settled == Settled::Stale {
-                tx.rollback().await?;
-                return Ok(None);
-            }
-            answers[index] = Saved::Settled(settled);
         }
         tx.commit().await?;
         records.bells.ring(self.system);
-        Ok(Some(answers))
+        Ok(answers)
+    }
+}
+
+/// Returns once the server has ended the connection.
+async fn closed(tx: &Transaction<'_>) {
+    while !tx.client().is_closed() {
+        sleep(LOOK).await;
     }
 }
 
@@ -1047,31 +1116,17 @@ impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, Records, T> {
             let settled;
             (settled, held) = self.settle_plain(lane, &some).await?;
             for (index, settled) in plain.into_iter().zip(settled) {
-                answers[index] = Some(Ok(Saved::Settled(settled)));
+                answers[index] = Some(settled);
             }
         }
         if !saving.is_empty() {
             let some: Vec<_> = saving.iter().map(|index| &endings[*index]).collect();
-            match caught(self.settle_saving(lane, &some)).await {
-                Ok(saved) => {
-                    for (index, saved) in saving.into_iter().zip(saved) {
-                        answers[index] = Some(Ok(saved));
-                    }
-                }
-                // One that cannot be saved must not hold up the others.
-                Err(error) => {
-                    let mut lost = error.is_transient().then(|| explain(&error));
-                    for index in saving {
-                        let answer = match &lost {
-                            Some(why) => Err(Unsettled::Lost(why.clone())),
-                            None => self.settle_one(lane, &endings[index]).await,
-                        };
-                        if let Err(Unsettled::Lost(why)) = &answer {
-                            lost = Some(why.clone());
-                        }
-                        answers[index] = Some(answer);
-                    }
-                }
+            let saved = match caught(self.settle_saving(lane, &some)).await {
+                Ok(saved) => saved.into_iter().map(Ok).collect(),
+                Err(_) => self.settle_each(lane, &some).await,
+            };
+            for (index, saved) in saving.into_iter().zip(saved) {
+                answers[index] = Some(saved);
             }
         }
         let saved = answers.into_iter().map(|answer| answer.expect("each was settled")).collect();

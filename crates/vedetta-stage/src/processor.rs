@@ -451,10 +451,9 @@ enum Item<E> {
 /// What came of it.
 enum Outcome<E> {
     Visited(Visit<E>, Version),
-    /// These stages want it, each after so long since they were asked.
+    /// These stages want it, each after so long.
     Sorted {
         entity: E,
-        asked: Instant,
         visits: Vec<(Lane, Duration)>,
     },
     Missing,
@@ -493,14 +492,13 @@ impl<E: Entity> Handler<Item<E>> for Work<E> {
             };
             match work {
                 Self::System { stages, spread } => {
-                    let asked = Instant::now();
                     let wanted =
                         stages.iter().filter(|(_, stage)| stage.should_process_now(&entity));
                     let wanted: Vec<Lane> = wanted.map(|(lane, _)| *lane).collect();
                     // Nobody to collide with, but one that still runs on the version before.
                     let most = if wanted.len() == 1 { spread / ALONE } else { spread };
                     let visits = wanted.into_iter().map(|lane| (lane, random(most))).collect();
-                    Ok(Outcome::Sorted { entity, asked, visits })
+                    Ok(Outcome::Sorted { entity, visits })
                 }
                 Self::Stage(stage) => {
                     let read = entity.version();
@@ -614,17 +612,14 @@ impl<E: Entity, B: Backend<E>> StageQueue<E, B> {
         has_room.then(|| (fastrand::i64(..), self.lease + self.lease / FRESH))
     }
 
-    /// Where an entity goes. For one that a single stage wants the delay counts from when that was asked; several would begin
-    /// together if the sorting took longer than their delays.
-    fn going(&self, asked: Instant, visits: &[(Lane, Duration)]) -> Vec<Going> {
+    /// Where an entity goes.
+    fn going(&self, visits: &[(Lane, Duration)]) -> Vec<Going> {
         let is_alone = visits.len() == 1;
-        let going = visits.iter().map(|(lane, delay)| {
-            let past = if is_alone { asked.elapsed() } else { Duration::ZERO };
-            let after = delay.saturating_sub(past);
+        let going = visits.iter().map(|&(lane, after)| {
             // Of several that wait, each is to read what the one before it saved.
-            let may_be_handed = is_alone || delay.is_zero();
-            let hold = may_be_handed.then(|| self.is_handed(*lane, after)).flatten();
-            Going { lane: *lane, after, hold }
+            let may_be_handed = is_alone || after.is_zero();
+            let hold = may_be_handed.then(|| self.is_handed(lane, after)).flatten();
+            Going { lane, after, hold }
         });
         going.collect()
     }
@@ -639,11 +634,11 @@ impl<E: Entity, B: Backend<E>> StageQueue<E, B> {
         answer: &Answer,
         since: Instant,
     ) {
-        let held = &answer.held;
+        let (held, now) = (&answer.held, Instant::now());
         for (((claim, end), going), saved) in ended.iter().zip(going).zip(&answer.saved) {
-            let End::Done(Outcome::Sorted { entity, asked, visits }) = end else { continue };
+            let End::Done(Outcome::Sorted { entity, .. }) = end else { continue };
             let is_fresh = matches!(saved, Ok(Saved::Settled(Settled::Gone)));
-            for (Going { lane, hold, .. }, (_, delay)) in going.into_iter().zip(visits) {
+            for Going { lane, after, hold } in going {
                 let Some(token) = hold.map(|(token, _)| token).filter(|token| held.contains(token))
                 else {
                     continue;
@@ -651,7 +646,7 @@ impl<E: Entity, B: Backend<E>> StageQueue<E, B> {
                 let claim = Claim { id: Arc::clone(&claim.id), token, failures: 0 };
                 let handed = match cloned(entity) {
                     Ok(entity) if is_fresh => {
-                        let due = *asked + *delay;
+                        let due = now + after;
                         self.desks[&lane].hand(Handing { claim, entity, since, due })
                     }
                     // Read from the table, it need not be cloned.
@@ -727,9 +722,7 @@ impl<E: Entity, B: Backend<E>> StageQueue<E, B> {
                     Err(why) => (self.failed(claim, why.to_string()), None, Vec::new()),
                 }
             }
-            End::Done(Outcome::Sorted { asked, visits, .. }) => {
-                (Fate::Gone, None, self.going(*asked, visits))
-            }
+            End::Done(Outcome::Sorted { visits, .. }) => (Fate::Gone, None, self.going(visits)),
             End::Done(Outcome::Missing) => (Fate::Gone, None, Vec::new()),
             End::Failed(failure) => (self.failed(claim, failure.to_string()), None, Vec::new()),
             End::Released => (Fate::Released, None, Vec::new()),

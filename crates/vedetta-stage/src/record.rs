@@ -151,7 +151,7 @@ pub struct Tally {
     pub done: u64,
     /// Runs that failed.
     pub failed: u64,
-    /// Updates that were not saved because somebody else had saved meanwhile.
+    /// Updates that were not saved because somebody else had saved meanwhile, or kept the entity locked.
     pub conflicts: u64,
 }
 

@@ -3,8 +3,7 @@
 #[macro_use]
 mod suite;
 
-use std::collections::HashMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -297,8 +296,17 @@ async fn a_stage_with_room_is_handed_what_it_wants_as_the_system_stage_read_it()
 }
 
 #[tokio::test]
-async fn what_a_stage_is_handed_begins_after_its_delay_and_not_before() {
+async fn what_a_stage_is_handed_begins_its_delay_after_it_was_sorted_and_not_before() {
     let world = Pg::new().await;
+    let sorting = Duration::from_millis(20);
+    let slow = format!(
+        "CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS
+             'BEGIN PERFORM pg_sleep({}); RETURN NEW; END';
+         CREATE TRIGGER slow BEFORE INSERT ON vedetta_stage_record
+             FOR EACH ROW WHEN (NEW.token <> 0) EXECUTE FUNCTION slow()",
+        sorting.as_secs_f64()
+    );
+    world.db().client().await.unwrap().batch_execute(&slow).await.unwrap();
     let reads = Arc::new(AtomicUsize::new(0));
     let table = Counted(Arc::clone(&reads));
     let orders = Entities::new(world.records().clone(), ORDERS, table).await.unwrap();
@@ -317,7 +325,7 @@ async fn what_a_stage_is_handed_begins_after_its_delay_and_not_before() {
     let processor = suite::quick(orders).spread(Duration::from_millis(100));
     let processing = processor.stage(step).start().await.unwrap();
     let mut waits = Vec::new();
-    for id in 1.. {
+    for id in 1..=400 {
         let before = reads.load(Ordering::Relaxed);
         world.order(id).await;
         let began = testing::soon("it runs", told.recv()).await.unwrap();
@@ -330,8 +338,11 @@ async fn what_a_stage_is_handed_begins_after_its_delay_and_not_before() {
             break;
         }
     }
-    // Half of them, if chance is even; none but by accident, if nobody waited.
-    let long = waits.iter().filter(|wait| **wait >= Duration::from_millis(5)).count();
+    assert_eq!(waits.len(), 40, "they are handed over, if not all of them");
+    assert!(waits.iter().all(|wait| *wait >= sorting), "{waits:?}");
+    // Half of them, if chance is even; none but by accident, if nobody waited after the sorting.
+    let half = sorting + Duration::from_millis(5);
+    let long = waits.iter().filter(|wait| **wait >= half).count();
     assert!(long >= 5, "{waits:?}");
     processing.stop(HOUR).await;
 }
@@ -565,7 +576,7 @@ async fn a_sort_waits_for_who_writes_to_the_record_and_is_done_again_if_they_did
     }
 }
 
-/// What happens, once, within the transaction that saves an order.
+/// What happens within the transaction that saves an order.
 enum Mishap {
     /// Nothing more is heard of its process, as far as the server can tell.
     Stalls(Arc<Stall>),
@@ -596,15 +607,15 @@ impl Stall {
     }
 }
 
-/// Orders with mishaps, by their ids.
-struct Ominous(parking_lot::Mutex<HashMap<i64, Mishap>>);
+/// Orders with mishaps, by their ids: for each save one of them.
+struct Ominous(parking_lot::Mutex<Vec<(i64, Mishap)>>);
 
 impl Ominous {
     async fn orders<const N: usize>(
         world: &Pg,
         mishaps: [(i64, Mishap); N],
     ) -> Entities<Order, Records, Self> {
-        let table = Self(parking_lot::Mutex::new(HashMap::from(mishaps)));
+        let table = Self(parking_lot::Mutex::new(Vec::from(mishaps)));
         Entities::new(world.records().clone(), ORDERS, table).await.unwrap()
     }
 }
@@ -620,7 +631,11 @@ impl Table<Order> for Ominous {
         order: &Order,
         read: Version,
     ) -> Result<bool, Error> {
-        let mishap = self.0.lock().remove(&order.id);
+        let mishap = {
+            let mut left = self.0.lock();
+            let next = left.iter().position(|(id, _)| *id == order.id);
+            next.map(|next| left.remove(next).1)
+        };
         let is_saved = Orders.save(tx, order, read).await?;
         match mishap {
             Some(Mishap::Stalls(stall)) => {
@@ -638,29 +653,22 @@ impl Table<Order> for Ominous {
 async fn who_stalls_while_it_saves_holds_up_nobody_for_longer_than_its_lease_and_saves_nothing() {
     let world = Pg::new().await;
     let neighbour = world.neighbour().await;
+    let (lane, endings) = packed(&world, [1], Duration::from_secs(3)).await;
     let stall = Stall::new();
-    let orders = Ominous::orders(&world, [(1, Mishap::Stalls(Arc::clone(&stall)))]).await;
-    world.order(1).await;
-    let records = world.records();
-    let lane = records.lane(ORDERS, "packing").await.unwrap();
-    records.enqueue(lane, &[("order-1", 0, Duration::ZERO)]).await.unwrap();
-    let lease = Duration::from_secs(3);
-    let claim = records.claim(lane, &[0], 1, lease).await.unwrap().claims.remove(0);
-    let saves = Some((Order::new(1).is("ours"), Version(1)));
-    let ending = Ending { claim, fate: Fate::Gone, saves, visits: Vec::new() };
-    let (answer, ()) = tokio::join!(orders.settle(lane, vec![ending.clone()]), async {
+    let stalls = [(); 2].map(|()| (1, Mishap::Stalls(Arc::clone(&stall))));
+    let orders = Ominous::orders(&world, stalls).await;
+    let (answer, ()) = tokio::join!(orders.settle(lane, endings.clone()), async {
         stall.is_reached().await;
         let theirs = Step::new("packing").when("new").makes("theirs");
         let processing = neighbour.process([theirs]).await;
         eventually("others get it", async || neighbour.get(1).await.state == "theirs").await;
         neighbour.rests().await;
         processing.stop(HOUR).await;
-        stall.is_over();
     });
     let answer = answer.unwrap();
-    assert!(matches!(answer.saved[..], [Err(Unsettled::Lost(_))]), "{answer:?}");
-    let told_again = orders.settle(lane, vec![ending]).await.unwrap().saved;
-    assert_eq!(told_again, [Ok(Saved::Settled(Settled::Stale))]);
+    assert!(matches!(answer.saved[..], [Err(Unsettled::Refused(_))]), "{answer:?}");
+    let tried_again = orders.settle(lane, endings).await.unwrap().saved;
+    assert_eq!(tried_again, [Ok(Saved::Settled(Settled::Stale))]);
     let order = neighbour.get(1).await;
     assert_eq!((order.version, &*order.state), (Version(2), "theirs"));
 }
@@ -683,31 +691,79 @@ async fn who_stalls_in_an_update_of_their_own_keeps_the_order_for_a_moment_only(
 }
 
 #[tokio::test]
-async fn a_lease_that_ends_while_the_order_is_saved_saves_nothing_of_it_and_all_of_the_others() {
+async fn a_save_that_outlives_the_lease_is_saved_and_nobody_gets_its_record_meanwhile() {
     let world = Pg::new().await;
-    world.create([1, 2].map(Order::new).to_vec()).await.unwrap();
-    let records = world.records();
-    let lane = records.lane(ORDERS, "packing").await.unwrap();
-    let lease = Duration::from_millis(500);
-    let mut claims = Vec::new();
-    for (id, lease) in [("order-1", lease), ("order-2", HOUR)] {
-        records.enqueue(lane, &[(id, 0, Duration::ZERO)]).await.unwrap();
-        claims.append(&mut records.claim(lane, &[0], 1, lease).await.unwrap().claims);
-    }
+    let neighbour = world.neighbour().await;
+    let lease = Duration::from_secs(1);
+    let (lane, mut endings) = packed(&world, [1, 2], lease).await;
+    endings[1].fate = Fate::Visit(HOUR);
     // The server is busy with it, so nobody is idle.
     let outlives = format!("SELECT pg_sleep({})", 2.0 * lease.as_secs_f64());
     let orders = Ominous::orders(&world, [(1, Mishap::Asks(outlives))]).await;
-    let endings = claims.into_iter().zip([1, 2]).map(|(claim, id)| Ending {
+    let is_saved = AtomicBool::new(false);
+    let saving = async {
+        let answer = orders.settle(lane, endings).await;
+        is_saved.store(true, Ordering::Relaxed);
+        answer.unwrap().saved
+    };
+    let (saved, found) = tokio::join!(saving, async {
+        let mut found = 0;
+        while !is_saved.load(Ordering::Relaxed) {
+            found += neighbour.records().claim(lane, &[0], 9, HOUR).await.unwrap().claims.len();
+        }
+        found
+    });
+    assert_eq!(found, 0, "they are locked, though due");
+    assert_eq!(saved[0], Ok(Saved::Settled(Settled::Gone)));
+    assert!(matches!(saved[1], Ok(Saved::Settled(Settled::Again(_)))), "{saved:?}");
+    assert_eq!((world.get(1).await.version, world.get(2).await.version), (Version(2), Version(2)));
+    assert_eq!(world.counts("packing").await.records, 1, "the visit in an hour");
+}
+
+/// Claims the records that a stage has of new orders, which it has packed.
+async fn packed<const N: usize>(
+    world: &Pg,
+    ids: [i64; N],
+    lease: Duration,
+) -> (Lane, Vec<Ending<Order>>) {
+    world.create(ids.map(Order::new).to_vec()).await.unwrap();
+    let records = world.records();
+    let lane = records.lane(ORDERS, "packing").await.unwrap();
+    let ids = ids.map(|id| OrderId(id).to_string());
+    let visits = ids.each_ref().map(|id| (id.as_str(), 0, Duration::ZERO));
+    records.enqueue(lane, &visits).await.unwrap();
+    let mut claims = records.claim(lane, &[0], 9, lease).await.unwrap().claims;
+    claims.sort_by(|a, b| a.id.cmp(&b.id));
+    let endings = claims.into_iter().map(|claim| Ending {
+        saves: Some((Order::new(claim.id.parse::<OrderId>().unwrap().0).is("packed"), Version(1))),
         claim,
         fate: Fate::Gone,
-        saves: Some((Order::new(id).is("packed"), Version(1))),
         visits: Vec::new(),
     });
-    let saved = orders.settle(lane, endings.collect()).await.unwrap().saved;
-    let [stale, gone] = [Settled::Stale, Settled::Gone].map(|settled| Ok(Saved::Settled(settled)));
-    assert_eq!(saved, [stale, gone]);
-    assert_eq!((world.get(1).await.version, world.get(2).await.version), (Version(1), Version(2)));
-    assert_eq!(world.counts("packing").await.due, 1, "it is to be done again");
+    (lane, endings.collect())
+}
+
+#[tokio::test]
+async fn a_table_that_lets_the_server_wait_again_and_again_fails_for_its_own_order_only() {
+    let world = Pg::new().await;
+    let (lane, endings) = packed(&world, [1, 2, 3], Duration::from_secs(8)).await;
+    let stalls = [Stall::new(), Stall::new()].map(|stall| (2, Mishap::Stalls(stall)));
+    let orders = Ominous::orders(&world, stalls).await;
+    let settling = orders.settle(lane, endings.clone());
+    let saved = testing::soon("the server ends it", settling).await.unwrap().saved;
+    assert_eq!(saved[0], Ok(Saved::Settled(Settled::Gone)));
+    let Err(Unsettled::Refused(why)) = &saved[1] else { panic!("{saved:?}") };
+    assert!(why.contains("let the database wait"), "{why}");
+    // That one is noted first, while it is still held; what is left is asked for again.
+    assert!(matches!(saved[2], Err(Unsettled::Lost(_))), "{saved:?}");
+    assert_eq!(world.get(2).await.version, Version(1));
+    let (after, not_before) = (HOUR, HOUR);
+    let failed = Fate::Failed { after, not_before, error: why.clone(), park: false };
+    let noted = [(endings[1].claim.clone(), failed)];
+    let settled = world.records().settle(lane, &noted).await.unwrap();
+    assert!(matches!(settled[..], [Settled::Again(_)]), "{settled:?}");
+    let left = orders.settle(lane, endings[2..].to_vec()).await.unwrap().saved;
+    assert_eq!(left, [Ok(Saved::Settled(Settled::Gone))]);
 }
 
 #[tokio::test]
@@ -715,7 +771,9 @@ async fn what_was_settled_before_others_of_its_batch_could_be_saved_is_done_and_
     let world = Pg::new().await;
     world.create([1, 2, 3].map(Order::new).to_vec()).await.unwrap();
     let stall = Stall::new();
-    let mishaps = [(1, Mishap::Stalls(Arc::clone(&stall))), (3, Mishap::Asks(PASSES.to_owned()))];
+    // The third is not saved with the others, nor the first time alone.
+    let passes = || (3, Mishap::Asks(PASSES.to_owned()));
+    let mishaps = [(1, Mishap::Stalls(Arc::clone(&stall))), passes(), passes()];
     let orders = Ominous::orders(&world, mishaps).await;
     let (step, mut runs) = held(Step::new("packing").when("new"));
     let processing = suite::quick(orders).stage(step).start().await.unwrap();
@@ -748,7 +806,8 @@ async fn a_batch_is_answered_for_what_is_settled_though_the_rest_is_lost() {
     let records = world.records();
     let lane = records.lane(ORDERS, SYSTEM).await.unwrap();
     let claims = records.claim(lane, &[0], 2, HOUR).await.unwrap().claims;
-    let orders = Ominous::orders(&world, [(2, Mishap::Asks(PASSES.to_owned()))]).await;
+    let passes = || (2, Mishap::Asks(PASSES.to_owned()));
+    let orders = Ominous::orders(&world, [passes(), passes()]).await;
     let mut endings: Vec<_> = claims
         .into_iter()
         .map(|claim| Ending { claim, fate: Fate::Gone, saves: None, visits: Vec::new() })
@@ -759,6 +818,23 @@ async fn a_batch_is_answered_for_what_is_settled_though_the_rest_is_lost() {
     assert_eq!(saved[0], Ok(Saved::Settled(Settled::Gone)));
     assert!(matches!(saved[1], Err(Unsettled::Lost(_))), "{saved:?}");
     assert_eq!(world.get(2).await.version, Version(1));
+}
+
+#[tokio::test]
+async fn what_could_be_settled_is_answered_for_though_the_database_fails_at_the_next() {
+    let world = Pg::new().await;
+    let (lane, mut endings) = packed(&world, [1, 2], HOUR).await;
+    endings.iter_mut().for_each(|ending| ending.saves = None);
+    endings[1].fate = Fate::Visit(HOUR);
+    let fails = "
+        CREATE FUNCTION fails() RETURNS trigger LANGUAGE plpgsql AS
+            'BEGIN RAISE EXCEPTION USING ERRCODE = ''serialization_failure''; END';
+        CREATE TRIGGER fails BEFORE UPDATE ON vedetta_stage_record
+            FOR EACH ROW WHEN (NEW.held_until IS NULL) EXECUTE FUNCTION fails()";
+    world.db().client().await.unwrap().batch_execute(fails).await.unwrap();
+    let saved = world.orders.settle(lane, endings).await.unwrap().saved;
+    assert_eq!(saved[0], Ok(Saved::Settled(Settled::Gone)));
+    assert!(matches!(saved[1], Err(Unsettled::Lost(_))), "{saved:?}");
 }
 
 /// Never saves anything, whatever the version.

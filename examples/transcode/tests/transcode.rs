@@ -91,6 +91,30 @@ async fn a_file_is_made_into_all_resolutions_up_to_its_own_and_what_is_good_is_n
 }
 
 #[tokio::test]
+async fn while_ffmpeg_works_it_is_seen_how_far_it_is() {
+    // As slow as the film is played.
+    let stage = Stage::new(r#""$ffmpeg" -re "$@""#);
+    stage.open("all");
+    let film = stage.media("film.mp4", 144, 6).await;
+    let studio = stage.start(1).await;
+    let id = studio.add(&film, &["144p"]).await;
+    let seen = async {
+        loop {
+            let job = studio.job(id).await;
+            let has_ended = !matches!(job.status, JobState::Waiting | JobState::Running);
+            assert!(!has_ended, "it ended, and nothing was seen of it: {job:#?}");
+            if 0.0 < job.progress && job.progress < 1.0 {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    testing::soon("progress", seen).await;
+    let job = studio.done(id).await;
+    assert!((job.progress - 1.0).abs() < f32::EPSILON);
+}
+
+#[tokio::test]
 async fn many_files_at_once_never_take_more_threads_than_there_are_slots() {
     let stage = Stage::working();
     stage.open("all");

@@ -325,3 +325,75 @@ async fn what_can_lose_jobs_of_a_stream_is_told_and_nothing_is_made() {
     assert_eq!(ran.code, 1, "{ran:?}");
     assert!(ran.out.contains("connecting to NATS"), "{ran:?}");
 }
+
+/// The state and the detail of a check.
+fn of(ran: &Ran, check: &str) -> (String, String) {
+    let checks = ran.json()["checks"].clone();
+    let found = checks.as_array().unwrap().iter().find(|found| found["name"] == check).cloned();
+    let found = found.unwrap_or_else(|| panic!("no check {check}: {ran:?}"));
+    let text = |name: &str| found[name].as_str().unwrap().to_owned();
+    (text("state"), text("detail"))
+}
+
+#[test]
+fn whether_a_server_answers_and_takes_the_token_is_told() {
+    let folder = temp();
+    fs::write(folder.path().join("vedetta.toml"), "[auth]\nenabled = true\n").unwrap();
+    let made = run(folder.path(), &["token", "add", "ci", "--role", "operator"]);
+    assert_eq!(made.code, 0, "{made:?}");
+    let server = Server::start(folder.path());
+    let elsewhere = temp();
+    let doctor = |url: &str, token: &str| {
+        let mut command = crate::support::vedetta(elsewhere.path());
+        let command = command.args(["doctor", "--output", "json", "--http", "127.0.0.1:0"]);
+        Ran::from(command.args(["--server", url]).env("VEDETTA_TOKEN", token).output().unwrap())
+    };
+    let ran = doctor(&server.url, made.out.trim());
+    let (state, detail) = of(&ran, "server");
+    assert_eq!((ran.code, state.as_str()), (0, "ok"), "{ran:?}");
+    assert!(detail.contains("as token:ci with the role operator"), "{detail}");
+    let ran = doctor(&server.url, "vdt_of_somebody_else");
+    let (state, detail) = of(&ran, "server");
+    assert_eq!((ran.code, state.as_str()), (1, "broken"), "{ran:?}");
+    assert!(detail.contains("the token is not known"), "{detail}");
+    // As for the other commands, the environment names it, too.
+    let mut command = server.command(&["doctor", "--output", "json", "--http", "127.0.0.1:0"]);
+    let (state, detail) = of(&Ran::from(command.output().unwrap()), "server");
+    assert!(state == "broken" && detail.contains("sign in first"), "{detail}");
+    let (url, etcd) = (server.url.clone(), server.etcd.clone());
+    assert_eq!(of(&doctor(&etcd, ""), "server").0, "broken", "that is the other port");
+    server.stop();
+    let (state, detail) = of(&doctor(&url, ""), "server");
+    assert!(state == "broken" && detail.contains("is `vedetta up` running there?"), "{detail}");
+    // Without one none is looked for.
+    let ran = run(elsewhere.path(), &["doctor", "--output", "json", "--http", "127.0.0.1:0"]);
+    assert!(!ran.out.contains("\"server\""), "{ran:?}");
+}
+
+#[tokio::test]
+async fn whether_the_bus_can_be_reached_is_told() {
+    let redis = testing::redis::Server::start().await;
+    let folder = temp();
+    let doctor = |url: &str| {
+        let mut command = crate::support::vedetta(folder.path());
+        let command = command.args(["doctor", "--output", "json", "--http", "127.0.0.1:0"]);
+        Ran::from(command.env("VEDETTA_BUS_URL", url).output().unwrap())
+    };
+    let ran = doctor(&redis.url());
+    assert_eq!((ran.code, of(&ran, "bus.url").0.as_str()), (0, "ok"), "{ran:?}");
+    let ran = doctor("redis://:opensesame@127.0.0.1:1");
+    let (state, detail) = of(&ran, "bus.url");
+    assert_eq!((ran.code, state.as_str()), (1, "broken"), "{ran:?}");
+    assert!(detail.contains("cannot be reached") && !ran.out.contains("opensesame"), "{ran:?}");
+}
+
+#[test]
+fn tls_files_that_cannot_be_used_are_broken() {
+    let folder = temp();
+    let text = "[etcd]\ncert = 'none.crt'\nkey = 'none.key'\n";
+    fs::write(folder.path().join("vedetta.toml"), text).unwrap();
+    let ran = run(folder.path(), &["doctor", "--output", "json", "--http", "127.0.0.1:0"]);
+    let (state, detail) = of(&ran, "etcd TLS");
+    assert_eq!((ran.code, state.as_str()), (1, "broken"), "{ran:?}");
+    assert!(detail.contains("none.crt"), "{detail}");
+}

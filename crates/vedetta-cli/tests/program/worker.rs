@@ -2,6 +2,8 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::net::TcpListener;
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -211,6 +213,64 @@ fn workers_are_steered(places: Places<'_>) {
     until_running(&server, 2);
     assert_eq!(state(&server), "running");
     server.stop();
+}
+
+#[test]
+fn a_worker_that_beats_once_a_minute_obeys_as_soon_as_it_is_told() {
+    commands_are_pushed(&[]);
+}
+
+#[tokio::test]
+async fn a_worker_that_beats_once_a_minute_obeys_as_soon_as_it_is_told_over_redis() {
+    over_redis(commands_are_pushed).await;
+}
+
+#[tokio::test]
+async fn a_worker_that_beats_once_a_minute_obeys_as_soon_as_it_is_told_on_postgresql() {
+    on_postgresql(commands_are_pushed).await;
+}
+
+fn commands_are_pushed(places: Places<'_>) {
+    let folder = temp();
+    config(folder.path(), "[bus]\npoll = '60s'\n");
+    let server = up_with(folder.path(), ANY_PORT, places);
+    let _worker = by_hand(&server, folder.path(), &["--id", "anna"]);
+    until("the worker", || find(&server, "anna")["status"] == "running");
+    // Over before the next beat, and before the server looks again: whatever is obeyed was pushed. More than once, as
+    // a line that has just been opened tells of what waits.
+    for order in ["pause", "resume", "pause", "resume"] {
+        let told = done(&server, &[order, "anna", "--wait", "--ttl", "20s"]);
+        assert_eq!(told["state"], "applied", "{order}: {told}");
+    }
+}
+
+/// Answers every request with a command that was handed out, and of which nothing was heard since.
+fn answer_as_taken(listener: &TcpListener) {
+    for stream in listener.incoming().map_while(Result::ok) {
+        let body = json!({"id": "1", "target": "worker:anna", "command": "pause", "state": "taken",
+            "created_at": "2026-01-01T00:00:00.000Z", "expires_at": "2026-01-01T00:00:00.100Z"})
+        .to_string();
+        let mut request = BufReader::new(&stream);
+        let mut line = String::new();
+        while request.read_line(&mut line).is_ok_and(|_| !line.trim().is_empty()) {
+            line.clear();
+        }
+        let head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close";
+        let _ = write!(&stream, "{head}\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+    }
+}
+
+#[test]
+fn a_command_is_waited_for_until_its_time_is_over_and_not_much_longer() {
+    let folder = temp();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    std::thread::spawn(move || answer_as_taken(&listener));
+    let mut pause = vedetta(folder.path());
+    pause.args(["worker", "pause", "anna", "--wait", "--server", &url]);
+    let mut pause = Running::start(&mut pause);
+    assert_eq!(pause.wait().code(), Some(1));
+    assert!(pause.complaint().contains("not obeyed: 1 of 1"));
 }
 
 #[test]

@@ -14,7 +14,9 @@ use crate::error::ApiError;
 const SCRIPT: &str = "text/javascript; charset=utf-8";
 const STYLE: &str = "text/css; charset=utf-8";
 
-const FILES: [(&str, &str, &str); 9] = [
+const PLAIN: &str = "text/plain; charset=utf-8";
+
+const FILES: [(&str, &str, &str); 10] = [
     ("icon.svg", "image/svg+xml", include_str!("../../assets/icon.svg")),
     ("page.css", STYLE, include_str!("../../assets/page.css")),
     ("page.js", SCRIPT, include_str!("../../assets/page.js")),
@@ -24,6 +26,8 @@ const FILES: [(&str, &str, &str); 9] = [
     ("stream.js", SCRIPT, include_str!("../../assets/stream.js")),
     ("vendor/uPlot.esm.js", SCRIPT, include_str!("../../assets/vendor/uPlot.esm.js")),
     ("vendor/uPlot.min.css", STYLE, include_str!("../../assets/vendor/uPlot.min.css")),
+    // It goes wherever what it is for goes.
+    ("vendor/uPlot.LICENSE", PLAIN, include_str!("../../assets/vendor/uPlot.LICENSE")),
 ];
 
 static HASH: LazyLock<String> = LazyLock::new(|| {
@@ -73,12 +77,17 @@ mod tests {
             ),
         ];
         let vendored = FILES.iter().filter(|(name, ..)| name.starts_with("vendor/"));
-        assert_eq!(vendored.count(), pinned.len());
+        assert_eq!(vendored.count(), pinned.len() + 1, "and the licence");
         for (name, expected) in pinned {
             let (.., text) = FILES.iter().find(|(file, ..)| *file == name).unwrap();
             assert_eq!(hex(&Sha256::digest(text)), expected, "{name}");
         }
-        assert!(include_str!("../../assets/vendor/uPlot.LICENSE").contains("MIT"));
+        let (.., licence) =
+            FILES.iter().find(|(file, ..)| *file == "vendor/uPlot.LICENSE").unwrap();
+        for part in ["The MIT License", "Copyright (c)", "this permission notice shall be included"]
+        {
+            assert!(licence.contains(part), "{part}");
+        }
     }
 
     #[test]

@@ -419,7 +419,22 @@ async fn the_keyboard_reaches_all_that_can_be_used() {
     let server = Server::start().await;
     let browser = Browser::open().await;
     let id = dead(&server, "no ink").await;
-    for path in ["/", "/jobs", "/failed", "/queues", "/kv", "/insights", &format!("/jobs/{id}")] {
+    let job = format!("/jobs/{id}");
+    for path in [
+        "/",
+        "/jobs",
+        &job,
+        "/failed",
+        "/queues",
+        "/workers",
+        "/stages",
+        "/watchers",
+        "/kv",
+        "/insights",
+    ] {
+        if path == "/workers" {
+            crate::visits::beat(&server).await;
+        }
         browser.live(server.address, path).await;
         let count = browser.run(USABLE).await.as_u64().unwrap();
         let mut reached = std::collections::BTreeSet::new();

@@ -1,9 +1,11 @@
 //! Every page, dark and light, wide and narrow: nothing is complained of, nothing is out of reach.
 
+use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::{Value, json};
+use sha2::{Digest as _, Sha256};
 use testing::browser::Browser;
 use vedetta_dashboard::Observed;
 use vedetta_jobs::{
@@ -19,6 +21,15 @@ use crate::support::Server;
 
 /// Checks pages for what keeps people out; MPL-2.0, its licence is beside it.
 const AXE: &str = include_str!("vendor/axe.min.js");
+
+#[test]
+fn what_checks_the_pages_is_as_it_was_published() {
+    let hash = Sha256::digest(AXE).iter().fold(String::new(), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    });
+    assert_eq!(hash, "20c09fe157a8a34a30e241aaa1fcdade657734f08ab379ecfbeb7d45cc46e878");
+}
 
 #[derive(Debug, Clone, Default)]
 struct Any;
@@ -71,6 +82,17 @@ async fn ask(server: &Server, kind: &str, queue: &str, n: u64) {
     server.post("/jobs", body).await;
 }
 
+/// A supervisor and a worker of another process say that they are there; without more they are silent soon.
+pub(crate) async fn beat(server: &Server) {
+    let report = json!({"host": "web1", "version": "1", "instance": "a", "queues": ["mail", "media"],
+        "balance": "auto", "min": 1, "max": 4, "wanted": 1, "state": "crash-looping", "last_exit": "exit code 1",
+        "stderr": "Error: no licence for the encoder\n"});
+    server.post("/supervisors/default:web1/beat", report).await;
+    let beat = json!({"queues": ["mail", "media"], "supervisor": "default:web1", "pid": 4711, "host": "web1",
+        "version": "1", "state": "running", "running": [3, 4], "slots": {"used": 2, "capacity": 4}, "done": []});
+    server.post("/workers/default-1c9d7d0e/beat", beat).await;
+}
+
 /// A server with something of everything.
 async fn lively()
 -> (Server, Vec<Working>, tempfile::TempDir, vedetta_runtime::watcher::Watching<Any>) {
@@ -103,6 +125,7 @@ async fn lively()
         NewJob::new("report.write").queue("reports").when(When::After(Duration::from_secs(3600)));
     server.jobs_add(&[later]).await;
     server.post("/queues/reports/pause", json!({})).await;
+    beat(&server).await;
     (server, workers, folder, watching)
 }
 
@@ -164,11 +187,22 @@ async fn every_page_is_complete_in_every_theme_and_width() {
         for width in [1280, 320] {
             browser.width(width);
             for (name, path) in pages {
+                if name == "workers" {
+                    beat(&server).await;
+                }
                 browser.live(server.address, path).await;
                 if browser.run("return document.querySelector('[data-chart]') !== null").await
                     == true
                 {
                     browser.find("[data-chart] canvas").await;
+                }
+                if name == "workers" {
+                    for control in
+                        ["tr[data-worker^=default-] form[action$='/pause']", "form.start"]
+                    {
+                        let seen = browser.find(control).await.is_displayed().await.unwrap();
+                        assert!(seen, "{control} is there to be looked at");
+                    }
                 }
                 let wide = browser.run("return document.documentElement.scrollWidth").await;
                 if wide.as_u64() > Some(u64::from(width)) {

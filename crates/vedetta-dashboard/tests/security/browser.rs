@@ -3,6 +3,7 @@
 use serde_json::json;
 use vedetta_access::Role;
 
+use crate::roles::{BESIDE, CHANGES, PAGES, SIGN_IN, target};
 use crate::{Browser, Guarded, job, set_cookie};
 
 const JSON: (&str, &str) = ("Content-Type", "application/json");
@@ -85,6 +86,34 @@ async fn what_changes_anything_needs_the_token_of_this_very_session() {
     for request in ["GET /api/v1/queues/default/pause", "GET /logout", "HEAD /logout"] {
         assert_eq!(guarded.server.send(request, &[cookie], "").await.status, 405, "{request}");
     }
+    guarded.end().await;
+}
+
+#[tokio::test]
+async fn no_route_that_changes_anything_goes_without_the_token_of_the_session() {
+    let guarded = Guarded::start().await;
+    guarded.user("anna", Role::Admin).await;
+    let anna = guarded.sign_in("anna").await;
+    let cookie = ("Cookie", anna.cookie.as_str());
+    // They are all that there are: other stories see to that.
+    let all = CHANGES.iter().chain(BESIDE).chain(PAGES).chain(SIGN_IN);
+    let mut tried = 0;
+    for (method, path, _) in all.filter(|(method, ..)| *method != "get") {
+        let request = format!("{} {}", method.to_uppercase(), target(path));
+        let (kind, body) = if path.starts_with("/api/") {
+            ("application/json", "{}")
+        } else {
+            ("application/x-www-form-urlencoded", "back=/")
+        };
+        let headers = [cookie, ("Content-Type", kind), ("Sec-Fetch-Site", "same-origin")];
+        let answer = guarded.server.send(&request, &headers, body).await;
+        assert_eq!(answer.status, 403, "{request}: {answer:?}");
+        assert!(answer.body.contains("the CSRF token of this session is missing"), "{answer:?}");
+        tried += 1;
+    }
+    assert!(tried > 40, "{tried}");
+    let session = guarded.server.send("GET /api/v1/session", &[cookie], "").await;
+    assert_eq!(session.status, 200, "it was not ended: {session:?}");
     guarded.end().await;
 }
 

@@ -8,7 +8,7 @@ use vedetta_access::Role;
 use crate::{Guarded, job, status};
 
 /// What changes anything, and the least role for it. A new route has to be added here: that is the point.
-const CHANGES: &[(&str, &str, &str)] = &[
+pub(crate) const CHANGES: &[(&str, &str, &str)] = &[
     ("put", "/api/v1/kv/{key}", "admin"),
     ("delete", "/api/v1/kv/{key}", "admin"),
     ("post", "/api/v1/leases", "admin"),

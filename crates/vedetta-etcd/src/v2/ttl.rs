@@ -5,7 +5,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use vedetta_kv::LeaseId;
 
-/// The bit of an id that says that there is a moment in it. The store does not set it in ids that it chooses.
+/// The bit of an id that says that there is a moment in it. The store does not set it in ids that it chooses; a client of
+/// v3 that does, or that chooses one below 0, has its lease taken for one of ours.
 const HAS_MOMENT: i64 = 1 << 62;
 /// Bits of an id that keep those of the same moment apart.
 const RANDOM_BITS: u32 = 20;

@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 
 use axum::Router;
 use axum::body::Body;
-use axum::extract::DefaultBodyLimit;
+use axum::extract::{DefaultBodyLimit, Extension};
 use axum::http::{HeaderMap, Request, StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::{any, post};
@@ -22,7 +22,7 @@ use prost_reflect::{
 use serde::Serialize;
 use tonic::{Code, Status};
 
-use super::{Grpc, MESSAGE_BYTES};
+use super::{Grpc, KeyRoom, MESSAGE_BYTES};
 
 /// Where the calls are, below `/v3` and `/v3beta`.
 const ROUTES: [(&str, &str); 22] = [
@@ -67,7 +67,9 @@ pub(crate) fn router(grpc: &Grpc) -> Router {
         for (path, call) in ROUTES {
             let method = find(call).expect("the table names calls of the protocol");
             let grpc = grpc.clone();
-            let answer = move |body: Bytes| transcode(grpc.clone(), method.clone(), body);
+            let answer = move |Extension(room): Extension<KeyRoom>, body: Bytes| {
+                transcode(grpc.clone(), method.clone(), room, body)
+            };
             let other = async || (StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed\n");
             router = router.route(&format!("/{version}/{path}"), post(answer).fallback(other));
         }
@@ -78,7 +80,7 @@ pub(crate) fn router(grpc: &Grpc) -> Router {
     router.layer(DefaultBodyLimit::max(2 * MESSAGE_BYTES))
 }
 
-async fn transcode(grpc: Grpc, method: MethodDescriptor, body: Bytes) -> Response {
+async fn transcode(grpc: Grpc, method: MethodDescriptor, room: KeyRoom, body: Bytes) -> Response {
     let messages = match read(&method, &body) {
         Ok(messages) => messages,
         Err(status) => return refusal(&status),
@@ -87,6 +89,7 @@ async fn transcode(grpc: Grpc, method: MethodDescriptor, body: Bytes) -> Respons
     let request = Request::post(path)
         .header(header::CONTENT_TYPE, "application/grpc")
         .header(header::TE, "trailers")
+        .extension(room)
         .body(Full::new(messages));
     let Ok(request) = request else { return refusal(&Status::internal("not a path")) };
     let answer = grpc.call(request).await;
@@ -236,7 +239,8 @@ struct Refusal<'a> {
     code: i32,
 }
 
-fn refusal(status: &Status) -> Response {
+/// An error as etcd's gateway tells it.
+pub(crate) fn refusal(status: &Status) -> Response {
     let (text, code) = (status.message(), i32::from(status.code()));
     let body = serde_json::to_vec(&Refusal { error: text, message: text, code });
     in_json(http_status(status.code()), body.unwrap_or_default())

@@ -45,6 +45,8 @@ const LONGEST_KEY: usize = (64 << 10) + 1;
 pub(crate) const MESSAGE_BYTES: usize = 2 * LONGEST_KEY + (4 << 10);
 /// Bytes of several revisions in one answer, about; clients commonly take 4 MiB.
 const GATHERED: usize = 1 << 20;
+/// Bytes that a watch takes besides its key, about.
+const WATCH_BYTES: usize = 512;
 /// Watches on one stream.
 const WATCHES: usize = 100_000;
 /// When to look again whether everybody has caught up.
@@ -61,18 +63,18 @@ impl Watch for Api {
         request: Request<Streaming<WatchRequest>>,
     ) -> Result<Response<Session>, Status> {
         let room = request.extensions().get::<KeyRoom>().cloned();
-        let room = room.unwrap_or_else(|| KeyRoom::new(self.0.watched));
+        let room = room.ok_or_else(|| Status::internal("a watch of no connection"))?;
         Ok(Response::new(Session::new(self.clone(), request.into_inner(), room)))
     }
 }
 
-/// Bytes that the keys of a connection's watches may still take.
+/// Bytes that the watches of a connection may still take.
 #[derive(Clone)]
 pub(crate) struct KeyRoom(Arc<Semaphore>);
 
 impl KeyRoom {
     pub(crate) fn new(bytes: usize) -> Self {
-        Self(Arc::new(Semaphore::new(bytes)))
+        Self(upload::room(bytes))
     }
 }
 
@@ -285,13 +287,13 @@ impl Session {
         }
         // Copies, as what came would keep all of the request's bytes with it.
         let (key, end) = (Bytes::copy_from_slice(key), Bytes::copy_from_slice(&request.range_end));
-        let size = key.len() + end.len();
+        let size = WATCH_BYTES + key.len() + end.len();
         let range = key_range(key, end);
         if range.is_empty() {
             return Err("mvcc: watcher range is empty");
         }
         let keys = upload::claim(&self.room.0, size)
-            .ok_or("the keys watched on one connection are too long together")?;
+            .ok_or("the watches of one connection are too many, or their keys too long")?;
         if request.watch_id != 0 {
             if self.watches.contains_key(&request.watch_id) {
                 return Err("mvcc: duplicate watch ID provided on the WatchStream");
@@ -462,13 +464,17 @@ impl Stream for Session {
 mod tests {
     use bytes::{BufMut as _, BytesMut};
     use futures_util::StreamExt as _;
-    use http_body_util::Full;
+    use http_body_util::{BodyExt as _, Full};
     use prost::Message as _;
+    use serde_json::Value as Json;
+    use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
+    use tokio::net::TcpStream;
     use tonic::codec::{Codec as _, Streaming};
+    use tonic::codegen::Service as _;
     use tonic_prost::ProstCodec;
     use vedetta_kv::Put;
 
-    use super::super::tests;
+    use super::super::{Grpc, gateway, tests};
     use super::*;
 
     /// A stream on which these watches were asked for.
@@ -507,6 +513,64 @@ mod tests {
             assert_eq!((progress.watch_id, progress.events.is_none()), (1, true));
             if progress.header.revision == 2 {
                 break;
+            }
+        }
+    }
+
+    /// What an etcd tells that tells it as often: lines of JSON, from which the ids of the server are taken out.
+    #[tokio::test]
+    async fn what_a_quiet_watch_hears_of_progress_is_what_it_hears_from_etcd() {
+        const WATCHES: &str = r#"{"create_request":{"key":"YQ=="}}
+            {"create_request":{"key":"Yg==","progress_notify":true}}"#;
+        let every = ["--experimental-watch-progress-notify-interval", "100ms"];
+        let etcd = testing::etcd::Cluster::start_with(1, &every).await;
+        let etcd = etcd.node(0);
+        let mut stream = TcpStream::connect(etcd.address()).await.unwrap();
+        let length = WATCHES.len();
+        let head = format!("POST /v3/watch HTTP/1.1\r\nHost: etcd\r\nContent-Length: {length}\r\n");
+        stream.write_all(format!("{head}\r\n{WATCHES}").as_bytes()).await.unwrap();
+        let mut lines = BufReader::new(stream).lines();
+        let next = async || {
+            loop {
+                let line = testing::soon("a line of etcd", lines.next_line()).await.unwrap();
+                let line = line.expect("it goes on");
+                // The others are the head, and how long each piece is.
+                if line.starts_with('{') {
+                    return line;
+                }
+            }
+        };
+        let etcds = told(next, async || drop(etcd.ctl(&["put", "other", ""]).await.unwrap())).await;
+
+        let (_folder, store) = tests::store().await;
+        let mut router = gateway::router(&Grpc::over(&tests::api(store.clone())));
+        let request = axum::http::Request::post("/v3/watch").extension(KeyRoom::new(1 << 20));
+        let answer =
+            router.call(request.body(axum::body::Body::from(WATCHES)).unwrap()).await.unwrap();
+        let mut body = answer.into_body();
+        let next = async || {
+            let line = body.frame().await.unwrap().unwrap().into_data().unwrap();
+            String::from_utf8(line.to_vec()).unwrap()
+        };
+        let ours = told(next, async || drop(store.put(Put::new("other", "")).await.unwrap())).await;
+        assert_eq!(ours, etcds);
+    }
+
+    /// Two watches that begin, a word on progress, and the one after something was put.
+    async fn told(mut next: impl AsyncFnMut() -> String, put: impl AsyncFnOnce()) -> Vec<Json> {
+        let mut read = async || {
+            let mut line: Json = serde_json::from_str(&next().await).unwrap();
+            let header = line["result"]["header"].as_object_mut().expect("a header");
+            assert!(header.remove("cluster_id").is_some() && header.remove("member_id").is_some());
+            line
+        };
+        let mut told = vec![read().await, read().await, read().await];
+        put().await;
+        loop {
+            let line = read().await;
+            if line["result"]["header"]["revision"] != "1" {
+                told.push(line);
+                return told;
             }
         }
     }

@@ -10,11 +10,13 @@ use std::time::{Duration, Instant};
 use axum::http::Request;
 use bytes::Bytes;
 use futures_util::future::join_all;
+use prost_reflect::{DynamicMessage, Value};
 use serde_json::Value as Json;
+use testing::etcd;
 use tokio::net::TcpStream;
 
 use crate::cases::{Case, Mismatch, Servers};
-use crate::support::grpc::Client;
+use crate::support::grpc::{self, Client};
 use crate::support::http::{self, Connection};
 use crate::support::{Ours, soon};
 use crate::{v2, v3};
@@ -261,8 +263,10 @@ async fn the_differences_are_those_that_are_documented() {
         http2(&servers).await,
         what_is_no_http(&servers).await,
         words_about_json(&servers).await,
+        long_messages(&servers).await,
     ]);
     shown.extend(a_burst_of_events(&servers).await);
+    shown.extend(one_keyspace(&servers).await);
     shown.push(hashes(&servers).await);
     shown.extend(sizes_and_defragmenting(&servers).await);
     let mut pair = v3::Pair::new(servers.addresses(), None).await;
@@ -512,6 +516,142 @@ async fn words_about_json(servers: &Servers) -> Name {
     "words about JSON that cannot be read"
 }
 
+/// The statistics, when so many watch: the watchers of others are gone once their connections are.
+async fn watchers(address: SocketAddr, count: u64) -> Json {
+    soon("who still watches", async {
+        loop {
+            let stats = json(address, "GET", "/v2/stats/store", "").await;
+            if stats["watchers"] == count {
+                break stats;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    })
+    .await
+}
+
+/// A key or a value as it is in JSON.
+fn in_json(text: &str) -> String {
+    use base64::Engine as _;
+    base64::engine::general_purpose::STANDARD.encode(text)
+}
+
+/// What v3 has from a key on up to another, or at the one.
+async fn range(address: SocketAddr, key: &str, end: &str) -> Json {
+    let body = format!("{{\"key\":\"{}\",\"range_end\":\"{}\"}}", in_json(key), in_json(end));
+    json(address, "POST", "/v3/kv/range", &body).await
+}
+
+/// Puts with v3, and answers the revision.
+async fn put(address: SocketAddr, key: &str, lease: i64) -> String {
+    let body = format!("{{\"key\":\"{}\",\"lease\":\"{lease}\"}}", in_json(key));
+    let done = json(address, "POST", "/v3/kv/put", &body).await;
+    done["header"]["revision"].as_str().unwrap_or_else(|| panic!("{done}")).to_owned()
+}
+
+/// What one API writes and the other sees, or does not see.
+async fn one_keyspace(servers: &Servers) -> [Name; 7] {
+    let [etcd, ours] = servers.addresses();
+    for (address, is_one) in [(etcd, false), (ours, true)] {
+        let node = async |target: &str| {
+            json(address, "GET", &format!("/v2/keys/one/{target}"), "").await["node"].clone()
+        };
+        ask(address, "PUT", "/v2/keys/one/dir/file", "value=1").await;
+        let marker = range(address, "/one/dir/", "").await;
+        assert_eq!(marker["count"] == "1", is_one, "{marker}");
+
+        put(address, "/one/pathless//b", 0).await;
+        put(address, "/one/.", 0).await;
+        let above = node("pathless").await;
+        assert_eq!(above["dir"] == true, is_one, "{above}");
+        assert_eq!(above["nodes"], Json::Null, "what is no path is seen by neither");
+
+        put(address, "/one/both", 0).await;
+        put(address, "/one/both/below", 0).await;
+        assert_eq!(range(address, "/one/both", "/one/both0").await["count"], "2");
+        let both = node("both").await;
+        assert_eq!(both["dir"] == true, is_one, "{both}");
+
+        ask(address, "PUT", "/v2/keys/one/set", "value=1").await;
+        ask(address, "PUT", "/v2/keys/one/set", "value=2").await;
+        let set = range(address, "/one/set", "").await;
+        let (key, created) = (&set["kvs"][0], node("set").await["createdIndex"].to_string());
+        let begins = (&key["create_revision"], &key["version"]);
+        let anew = (&Json::from(created), &Json::from("1"));
+        assert_eq!(begins == anew, is_one, "{set}");
+        assert_eq!(set["kvs"].is_null(), !is_one, "{set}");
+
+        let held = async || {
+            let leases = json(address, "POST", "/v3/lease/leases", "{}").await;
+            leases["leases"].as_array().map_or(0, Vec::len)
+        };
+        let before = held().await;
+        ask(address, "PUT", "/v2/keys/one/ttl", "value=1&ttl=900").await;
+        assert_eq!(held().await - before, usize::from(is_one));
+        ask(address, "DELETE", "/v2/keys/one/ttl", "").await;
+        json(address, "POST", "/v3/lease/grant", "{\"TTL\":\"800\",\"ID\":\"7777\"}").await;
+        put(address, "/one/leased", 7777).await;
+        let node = node("leased").await;
+        assert_eq!(node["ttl"].is_u64() && node["expiration"].is_string(), is_one, "{node}");
+        json(address, "POST", "/v3/lease/revoke", "{\"ID\":\"7777\"}").await;
+
+        let first = json(address, "PUT", "/v2/keys/one/past", "value=1").await;
+        let first = first["node"]["modifiedIndex"].as_u64().expect("an index");
+        let revision = put(address, "/one/now", 0).await;
+        let compact = format!("{{\"revision\":\"{revision}\"}}");
+        assert_eq!(ask(address, "POST", "/v3/kv/compaction", &compact).await.status, 200);
+        let target = format!("/v2/keys/one/past?wait=true&waitIndex={first}");
+        let past = json(address, "GET", &target, "").await;
+        assert_eq!(past["errorCode"] == 401, is_one, "{past}");
+        assert_eq!(past["node"]["value"] == "1", !is_one, "{past}");
+
+        watchers(address, 0).await;
+        let create = format!("{{\"create_request\":{{\"key\":\"{}\"}}}}", in_json("/one"));
+        let bytes = http::request(address, "POST", "/v3/watch", None, create.as_bytes());
+        let mut watch = Connection::open(address).await.unwrap();
+        assert_eq!(soon("a watch", watch.begin(&bytes)).await.unwrap().status, 200);
+        soon("it begins", watch.chunk()).await.unwrap().expect("a line");
+        let stats = json(address, "GET", "/v2/stats/store", "").await;
+        assert_eq!(stats["watchers"], u64::from(is_one), "{stats}");
+    }
+    [
+        "directories",
+        "a v3 key that is no path",
+        "a v3 key that is the beginning of others",
+        "`create_revision` after a v2 `set`",
+        "a v2 TTL",
+        "compaction by v3",
+        "`watchers` in the statistics of v2",
+    ]
+}
+
+/// Longer than any that makes sense, and no longer than a message may be there.
+async fn long_messages(servers: &Servers) -> Name {
+    let mut create = DynamicMessage::new(grpc::message("WatchCreateRequest"));
+    create.set_field_by_name("key", Value::Bytes(vec![b'k'; 140_000].into()));
+    let mut watch = grpc::request("Watch/Watch");
+    watch.set_field_by_name("create_request", Value::Message(create));
+    let mut keep = grpc::request("Lease/LeaseKeepAlive");
+    keep.set_field_by_name("ID", Value::I64(7));
+    let [etcd, ours] = servers.addresses();
+    for (address, is_taken) in [(etcd, true), (ours, false)] {
+        let mut v3 = Client::connect(address).await.unwrap();
+        let told = async |line: &mut grpc::Line| match soon("an answer", line.next()).await {
+            Ok(answer) => answer.map(|_| tonic::Code::Ok),
+            Err(status) => Some(status.code()),
+        };
+        let code = if is_taken { tonic::Code::Ok } else { tonic::Code::ResourceExhausted };
+        let mut line = v3.line("Watch/Watch", &watch).await.unwrap();
+        assert_eq!(told(&mut line).await, Some(code), "a watch");
+        let mut line = v3.line("Lease/LeaseKeepAlive", &keep).await.unwrap();
+        assert_eq!(told(&mut line).await, Some(tonic::Code::Ok));
+        // The same id, over and over.
+        line.requests.send([0x08, 7].repeat(2_500).into()).await.unwrap();
+        assert_eq!(told(&mut line).await, Some(code), "a sign of life");
+    }
+    "a message about a watch or a lease"
+}
+
 /// Keys that end together: there, whoever watches them is dropped when a hundred are unread.
 async fn a_burst_of_events(servers: &Servers) -> [Name; 2] {
     const KEYS: usize = 1_000;
@@ -541,19 +681,6 @@ async fn a_burst_of_events(servers: &Servers) -> [Name; 2] {
         .await;
         stream
     };
-    // The others' watchers are gone once their connections are.
-    let watchers = async |address: SocketAddr, count: u64| {
-        soon("who still watches", async {
-            loop {
-                let stats = json(address, "GET", "/v2/stats/store", "").await;
-                if stats["watchers"] == count {
-                    break stats;
-                }
-                tokio::time::sleep(Duration::from_millis(20)).await;
-            }
-        })
-        .await
-    };
     let [etcd, ours] = servers.addresses();
     let (dropped, mut stream) = tokio::join!(expired(etcd), expired(ours));
     let (etcd, ours) = (watchers(etcd, 0).await, watchers(ours, 1).await);
@@ -581,8 +708,7 @@ async fn hashes(servers: &Servers) -> Name {
 
 /// What is deleted and compacted is free, there also to be given back.
 async fn sizes_and_defragmenting(servers: &Servers) -> [Name; 2] {
-    use base64::Engine as _;
-    let value = base64::engine::general_purpose::STANDARD.encode(vec![b'x'; 1 << 20]);
+    let value = in_json(&"x".repeat(1 << 20));
     // The size of the file, and what is used of it.
     let sizes = async |address: SocketAddr| {
         let status = json(address, "POST", "/v3/maintenance/status", "{}").await;
@@ -630,17 +756,23 @@ async fn sizes_and_defragmenting(servers: &Servers) -> [Name; 2] {
     ["`dbSizeInUse`", "defragmenting"]
 }
 
-/// The best of a few: on a busy machine any of them may be late.
+/// etcd looks every half second for what has ended. The keys end one after the other, so that whoever looks now and then
+/// comes late to half of them at least; on a busy machine we may be late once, too.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_time_to_live_ends_at_its_time() {
-    let ours = Ours::start().await;
-    let late = async |number: u32| {
-        let target = format!("/v2/keys/soon/{number}?wait=true");
-        let bytes = http::request(ours.address, "GET", &target, None, b"");
-        let mut wait = Connection::open(ours.address).await.unwrap();
-        let target = format!("/v2/keys/soon/{number}");
+    const KEYS: u32 = 8;
+    const APART: Duration = Duration::from_millis(60);
+    const ROUNDS: u32 = 3;
+    let servers = Servers::start().await;
+    if servers.ours().is_none() {
+        return; // it shows what is different
+    }
+    let late = async |address: SocketAddr, key: String| {
+        let target = format!("/v2/keys/soon/{key}");
+        let bytes = http::request(address, "GET", &format!("{target}?wait=true"), None, b"");
+        let mut wait = Connection::open(address).await.unwrap();
         let put = Instant::now();
-        ask(ours.address, "PUT", &target, "value=1&ttl=1").await;
+        ask(address, "PUT", &target, "value=1&ttl=1").await;
         let ends = Instant::now() + Duration::from_secs(1);
         assert_eq!(soon("a wait", wait.begin(&bytes)).await.unwrap().status, 200);
         let event = soon("it ends", wait.chunk()).await.unwrap().expect("an event");
@@ -648,20 +780,44 @@ async fn a_time_to_live_ends_at_its_time() {
         assert!(put.elapsed() >= Duration::from_secs(1), "it ended early");
         Instant::now().saturating_duration_since(ends)
     };
-    let (first, second, third, last) = tokio::join!(late(1), late(2), late(3), late(4));
-    let best = [first, second, third, last].into_iter().min().expect("there are some");
-    assert!(best < Duration::from_millis(100), "none ended sooner than {best:?} after its time");
+    // How late half of them are at most.
+    let median = async |address: SocketAddr, round: u32| {
+        let mut all = join_all((0..KEYS).map(async |number| {
+            tokio::time::sleep(APART * number).await;
+            late(address, format!("{round}-{number}")).await
+        }))
+        .await;
+        all.sort();
+        all[all.len() / 2]
+    };
+    let [etcd, ours] = servers.addresses();
+    let etcds = median(etcd, 0).await;
+    assert!(etcds > Duration::from_millis(100), "no difference any more: {etcds:?}");
+    let mut best = Duration::MAX;
+    for round in 0..ROUNDS {
+        if best >= Duration::from_millis(50) {
+            best = best.min(median(ours, round).await);
+        }
+    }
+    assert!(best < Duration::from_millis(50), "half of them ended {best:?} late");
 }
 
+/// etcd's grows, ours does not.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_restart_does_not_change_the_term() {
-    let term = async |ours: &Ours| {
-        let v2 = ask(ours.address, "GET", "/v2/keys", "").await;
-        let v3 = json(ours.address, "POST", "/v3/kv/range", "{\"key\":\"YQ==\"}").await;
+    let term = async |address: SocketAddr| {
+        let v2 = ask(address, "GET", "/v2/keys", "").await;
+        let v3 = json(address, "POST", "/v3/kv/range", "{\"key\":\"YQ==\"}").await;
         (v2.header("x-raft-term").map(str::to_owned), v3["header"]["raft_term"].clone())
     };
+    let second = (Some("2".to_owned()), Json::from("2"));
     let ours = Ours::start().await;
-    let before = term(&ours).await;
-    assert_eq!(before, (Some("2".into()), "2".into()));
-    assert_eq!(term(&ours.restart().await).await, before);
+    assert_eq!(term(ours.address).await, second);
+    let ours = ours.restart().await;
+    assert_eq!(term(ours.address).await, second);
+    let mut etcd = etcd::Cluster::start_with(1, &["--enable-v2=true"]).await;
+    assert_eq!(term(etcd.node(0).address()).await, second);
+    etcd.node_mut(0).restart().await;
+    let third = (Some("3".to_owned()), Json::from("3"));
+    assert_eq!(term(etcd.node(0).address()).await, third);
 }

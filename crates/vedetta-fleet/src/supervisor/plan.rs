@@ -2,7 +2,7 @@
 //!
 //! Pure: what is there and what time it is are arguments.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use vedetta_core::Moment;
@@ -189,36 +189,45 @@ pub(crate) enum Step {
 }
 
 /// From what is there to what should be. At most so many are started now, and none while there are `max`: one that
-/// stops is there until it has ended. Only a worker that replaces another in a restart is one more.
+/// stops is there until it has ended. Only a worker that replaces another in a restart is one more. While some are
+/// missing, those that are too many make room for them one at a time.
 pub(crate) fn steps(posts: &Posts, hands: &[Hand], max: u32, mut starts: u32) -> Vec<Step> {
     let mut steps = Vec::new();
     let silent = hands.iter().filter(|hand| hand.stage == Stage::Silent);
     steps.extend(silent.map(|hand| Step::Kill(hand.id.clone())));
     let counts = |hand: &&Hand| matches!(hand.stage, Stage::Starting | Stage::Ready);
-    let sets: BTreeSet<&Vec<String>> = posts
-        .iter()
-        .filter(|(_, count)| **count > 0)
-        .map(|(queues, _)| queues)
-        .chain(hands.iter().filter(counts).map(|hand| &hand.queues))
-        .collect();
-    // One at a time is replaced, of all.
+    let mut sets: BTreeMap<&Vec<String>, Vec<&Hand>> =
+        posts.keys().map(|queues| (queues, Vec::new())).collect();
+    for hand in hands.iter().filter(counts) {
+        sets.entry(&hand.queues).or_default().push(hand);
+    }
+    let want = |queues| posts.get(queues).copied().unwrap_or(0) as usize;
     let is_replaced = |hand: &Hand| hand.stage == Stage::Stopping && hand.is_old;
-    let mut is_busy = hands.iter().any(|hand| hand.stage == Stage::Starting || is_replaced(hand));
     let there = hands.iter().filter(|hand| hand.stage != Stage::Silent).count();
     let most = max as usize + usize::from(hands.iter().any(is_replaced));
     let mut room = most.saturating_sub(there);
-    for queues in sets {
-        let want = posts.get(queues).copied().unwrap_or(0) as usize;
-        let mut have: Vec<&Hand> =
-            hands.iter().filter(counts).filter(|hand| hand.queues == *queues).collect();
-        for _ in have.len()..want {
+    let mut is_short = false;
+    for (queues, have) in &sets {
+        for _ in have.len()..want(*queues) {
             if starts > 0 && room > 0 {
                 (starts, room) = (starts - 1, room - 1);
-                steps.push(Step::Start(queues.clone()));
+                steps.push(Step::Start((*queues).clone()));
+            } else {
+                is_short = true;
             }
         }
-        // Those that do not work yet first, then the idle, then the old.
-        have.sort_by_key(|hand| (hand.stage != Stage::Starting, hand.is_busy, !hand.is_old));
+    }
+    // One at a time is replaced, of all. Where others are missing nobody goes before its room is needed.
+    let is_leaving = |hand: &Hand| hand.stage == Stage::Stopping;
+    let begins = |step: &Step| matches!(step, Step::Start(_));
+    let mut is_busy = hands.iter().any(|hand| hand.stage == Stage::Starting || is_replaced(hand))
+        || is_short && (room > 0 || steps.iter().any(begins) || hands.iter().any(is_leaving));
+    // Those that do not work yet first, then the idle, then the old.
+    let rank = |hand: &&Hand| (hand.stage != Stage::Starting, hand.is_busy, !hand.is_old);
+    let mut surplus: Vec<&Hand> = Vec::new();
+    for (queues, mut have) in sets {
+        let want = want(queues);
+        have.sort_by_key(rank);
         let old = have.iter().find(|hand| hand.is_old).map(|hand| hand.id.clone());
         match old {
             Some(_) if is_busy && have.len() <= want + 1 => {}
@@ -230,13 +239,15 @@ pub(crate) fn steps(posts: &Posts, hands: &[Hand], max: u32, mut starts: u32) ->
                 is_busy = true;
                 steps.push(Step::Stop(id));
             }
-            _ if have.len() > want => {
-                let surplus = have.len() - want;
-                steps.extend(have.iter().take(surplus).map(|hand| Step::Stop(hand.id.clone())));
-            }
-            _ => {}
+            _ => surplus.extend(have.iter().take(have.len().saturating_sub(want))),
         }
     }
+    if is_short {
+        surplus.sort_by_key(rank);
+        let idle = surplus.partition_point(|hand| hand.stage == Stage::Starting);
+        surplus.truncate(idle + usize::from(!is_busy));
+    }
+    steps.extend(surplus.into_iter().map(|hand| Step::Stop(hand.id.clone())));
     steps
 }
 
@@ -410,6 +421,37 @@ mod tests {
     }
 
     #[test]
+    fn workers_of_other_queues_take_the_place_of_those_that_work_one_by_one() {
+        use Stage::{Ready, Starting, Stopping};
+        let three = posts(&[(&["b"], 3)]);
+        let start = || Step::Start(queues(&["b"]));
+        let stop = |id: &str| Step::Stop(id.into());
+        let mut hands: Vec<Hand> = ["1", "2", "3"].map(|id| hand(id, "a", Ready, false)).into();
+        hands[0].is_busy = true;
+        assert_eq!(steps(&three, &hands, 3, 9), [stop("2")], "an idle one makes room");
+        hands[1].stage = Stopping;
+        assert_eq!(steps(&three, &hands, 3, 9), [], "it is still there");
+        hands.remove(1);
+        assert_eq!(
+            steps(&three, &hands, 3, 0),
+            [],
+            "none may be started now, so the rest works on"
+        );
+        assert_eq!(steps(&three, &hands, 3, 9), [start()]);
+        hands.push(hand("4", "b", Starting, false));
+        assert_eq!(steps(&three, &hands, 3, 9), [], "it is not there yet");
+        hands[2].stage = Ready;
+        assert_eq!(steps(&three, &hands, 3, 9), [stop("3")]);
+        hands.remove(1);
+        hands.push(hand("5", "b", Ready, false));
+        assert_eq!(steps(&three, &hands, 3, 9), [stop("1")], "the last one, which is busy");
+        // With room for all the others they are there first, and nobody has to wait.
+        let hands: Vec<Hand> = ["1", "2"].map(|id| hand(id, "a", Ready, false)).into();
+        let two = posts(&[(&["b"], 2)]);
+        assert_eq!(steps(&two, &hands, 4, 9), [start(), start(), stop("1"), stop("2")]);
+    }
+
+    #[test]
     fn old_workers_are_replaced_one_at_a_time_and_never_fewer_work() {
         use Stage::{Ready, Starting, Stopping};
         let two = posts(&[(&["a"], 2)]);
@@ -493,6 +535,18 @@ mod tests {
                 let is_restart = hands.iter().any(|hand| hand.is_old);
                 let most = max as usize + usize::from(is_restart);
                 prop_assert!(starts == 0 || there + starts <= most, "{starts} beside {hands:?}");
+                // While some are missing, one at most of those that work is on its way out.
+                let missing = |(queues, want): (&Vec<String>, &u32)| {
+                    let are_of = |hand: &&Hand| hand.queues == *queues && matches!(hand.stage, Stage::Starting | Stage::Ready);
+                    let begins = steps.iter().filter(|step| **step == Step::Start(queues.clone()));
+                    hands.iter().filter(are_of).count() + begins.count() < *want as usize
+                };
+                if posts.iter().any(missing) {
+                    let works = |id: &String| hands.iter().any(|hand| hand.id == *id && hand.stage == Stage::Ready);
+                    let stops = steps.iter().filter(|step| matches!(step, Step::Stop(id) if works(id))).count();
+                    let is_leaving = hands.iter().any(|hand| hand.stage == Stage::Stopping);
+                    prop_assert!(stops <= usize::from(!is_leaving), "{steps:?} of {hands:?}");
+                }
                 if steps.is_empty() && hands.iter().all(|hand| hand.stage == Stage::Ready && !hand.is_old) {
                     break;
                 }

@@ -16,8 +16,19 @@ use vedetta_stage::{BoxError, Processing, Records as _, SYSTEM, Version, Visit, 
 
 use super::{Ask, HOUR, Order, Seed, Step, World, eventually, quick, seeds};
 
-/// The last version of each order that the system stage asked about.
-type Asked = Arc<Mutex<HashMap<i64, Version>>>;
+/// The last version of each order that the system stage asked about, and that a stage which wants all of them ran
+/// on.
+#[derive(Default)]
+struct Seen {
+    asked: Mutex<HashMap<i64, Version>>,
+    ran: Mutex<HashMap<i64, Version>>,
+}
+
+fn note(seen: &Mutex<HashMap<i64, Version>>, order: &Order) {
+    let mut seen = seen.lock();
+    let last = seen.entry(order.id).or_default();
+    *last = order.version.max(*last);
+}
 
 /// Runs that were ended from outside: their processor was gone.
 type Cut = Arc<AtomicUsize>;
@@ -94,7 +105,7 @@ where
     })
 }
 
-fn stages(rng: &Arc<Mutex<Rng>>, asked: &Asked, cut: &Cut) -> [Step; 3] {
+fn stages(rng: &Arc<Mutex<Rng>>, seen: &Arc<Seen>, cut: &Cut) -> [Step; 3] {
     let tally = unreliable("tally", rng, cut, |order| {
         let state = tallied(&order);
         Visit::updated(order.is(&state))
@@ -107,15 +118,17 @@ fn stages(rng: &Arc<Mutex<Rng>>, asked: &Asked, cut: &Cut) -> [Step; 3] {
             Visit::updated(order.marked(&mark))
         }
     });
-    let look = unreliable("look", rng, cut, |_| Visit::untouched());
-    let asked = Arc::clone(asked);
+    let ran = Arc::clone(seen);
+    let look = unreliable("look", rng, cut, move |order| {
+        note(&ran.ran, &order);
+        Visit::untouched()
+    });
+    let seen = Arc::clone(seen);
     [
         tally.wants(|order| order.state != tallied(order)),
         sign.wants(|order| !order.marks.contains(&signature(order))),
         look.wants(move |order| {
-            let mut asked = asked.lock();
-            let last = asked.entry(order.id).or_default();
-            *last = order.version.max(*last);
+            note(&seen.asked, order);
             true
         }),
     ]
@@ -125,11 +138,11 @@ async fn start<W: World>(
     world: &W,
     spread: Duration,
     rng: &Arc<Mutex<Rng>>,
-    asked: &Asked,
+    seen: &Arc<Seen>,
     cut: &Cut,
 ) -> Processing {
     let processor = quick(world.sharded(4)).spread(spread).lease(Duration::from_millis(300));
-    let stages = stages(rng, asked, cut).into_iter();
+    let stages = stages(rng, seen, cut).into_iter();
     let processor = stages.fold(processor, vedetta_stage::Processor::stage);
     processor.start().await.unwrap()
 }
@@ -145,13 +158,21 @@ async fn change_at_random<W: World>(world: &W, seed: u64, writer: usize, first: 
     }
 }
 
-/// At no moment is there an order that a stage wants and that nobody will hand to it, nor a record that is
-/// not worked on, due, or due soon after a failure.
-async fn look_at_random<W: World>(world: &W, seed: u64) {
+/// At no moment is there a version of an order that the system stage will not ask about, an order that a stage
+/// wants and that nobody will hand to it, nor a record that is not worked on, due, or due soon after a failure.
+async fn look_at_random<W: World>(world: &W, seed: u64, first: i64, told: &Seen) {
     let mut rng = Rng::with_seed(seed * 31 + WRITERS as u64);
     for _ in 0..20 {
         for (order, stages) in world.look().await {
             let has = |stage: &str| stages.split(' ').any(|one| one == stage);
+            // Those of other seeds have been at rest for long.
+            if (first..first + ORDERS).contains(&order.id) {
+                let asked = told.asked.lock().get(&order.id).copied().unwrap_or_default();
+                assert!(
+                    asked >= order.version || has(SYSTEM),
+                    "{asked:?} was asked about: {order:?} is only in {stages:?}"
+                );
+            }
             let wants = [
                 ("tally", order.state != tallied(&order)),
                 ("sign", !order.marks.contains(&signature(&order))),
@@ -181,13 +202,13 @@ pub async fn whatever_happens_every_order_comes_to_rest_and_no_change_is_lost<W:
     for &seed in &seeds {
         let told = Seed(seed);
         let rng = Arc::new(Mutex::new(Rng::with_seed(seed)));
-        let asked = Asked::default();
+        let seen = Arc::new(Seen::default());
         let spread = Duration::from_millis(SPREADS[(seed % 4) as usize]);
         let first = i64::try_from(seed % 1_000_000).unwrap() * 100;
         world.create((first..first + ORDERS).map(Order::new).collect()).await.unwrap();
         let mut working = vec![
-            start(&world, spread, &rng, &asked, &cut).await,
-            start(&neighbour, spread, &rng, &asked, &cut).await,
+            start(&world, spread, &rng, &seen, &cut).await,
+            start(&neighbour, spread, &rng, &seen, &cut).await,
         ];
         let writers = (0..WRITERS).map(|writer| {
             let who = if writer % 2 == 0 { &world } else { &neighbour };
@@ -207,17 +228,17 @@ pub async fn whatever_happens_every_order_comes_to_rest_and_no_change_is_lost<W:
                 } else {
                     drop(one);
                 }
-                working.push(start(&world, spread, &rng, &asked, &cut).await);
+                working.push(start(&world, spread, &rng, &seen, &cut).await);
             }
         };
-        tokio::join!(join_all(writers), accidents, look_at_random(&neighbour, seed));
+        tokio::join!(join_all(writers), accidents, look_at_random(&neighbour, seed, first, &seen));
         // Everybody goes, and others come.
         late += working.drain(..).map(|one| conflicts(&one)).sum::<u64>();
         drop(neighbour);
         world = world.reopened().await;
         neighbour = world.neighbour().await;
-        working.push(start(&world, spread, &rng, &asked, &cut).await);
-        working.push(start(&neighbour, spread, &rng, &asked, &cut).await);
+        working.push(start(&world, spread, &rng, &seen, &cut).await);
+        working.push(start(&neighbour, spread, &rng, &seen, &cut).await);
 
         eventually("everything is at rest", async || {
             let counts = world.records().counts().await.unwrap();
@@ -230,7 +251,8 @@ pub async fn whatever_happens_every_order_comes_to_rest_and_no_change_is_lost<W:
             let order = world.get(id).await;
             assert_eq!(order.state, tallied(&order), "its last change was seen: {order:?}");
             assert!(order.marks.contains(&signature(&order)), "{order:?}");
-            assert_eq!(asked.lock()[&id], order.version, "the system stage saw every update");
+            assert_eq!(seen.asked.lock()[&id], order.version, "the system stage saw every update");
+            assert_eq!(seen.ran.lock()[&id], order.version, "who wants every version got it");
             let once: HashSet<_> = order.marks.iter().collect();
             assert_eq!(once.len(), order.marks.len(), "nothing was done twice: {order:?}");
             found += changes(&order);

@@ -193,6 +193,13 @@ impl<'j> Story<'j> {
         self.at_once(|run| (run.stage, run.id))
     }
 
+    /// Of these, those of which both were settled: there should be none.
+    pub(crate) fn settled_twice(&self) -> Vec<(&Run<'j>, &Run<'j>)> {
+        let mut overlaps = self.overlaps();
+        overlaps.retain(|(run, other)| run.is_settled() && other.is_settled());
+        overlaps
+    }
+
     /// Runs on one order, of whatever stages, by two workers at the same time.
     pub(crate) fn encounters(&self) -> Vec<(&Run<'j>, &Run<'j>)> {
         self.at_once(|run| run.id)
@@ -279,6 +286,15 @@ fn two_workers_on_one_order_at_once_are_found() {
     assert_eq!(overlaps, 1);
     let one_by_one = journal(&[&begin[..], &ends, &other].concat());
     assert!(Story::of(&one_by_one).overlaps().is_empty());
+
+    let settled = |by_1: &str, by_2: &str| {
+        let ends = ["1 pack 7 1 end\n", "2 pack 7 2 end\n"];
+        let settled = format!("1 pack 7 settled 11 {by_1}\n2 pack 7 settled 22 {by_2}\n");
+        let journal = journal(&[&begin[..], &other, &ends, &[settled.as_str()]].concat());
+        Story::of(&journal).settled_twice().len()
+    };
+    let found = [settled("gone", "gone"), settled("lost", "gone"), settled("lost", "lost")];
+    assert_eq!(found, [1, 0, 0]);
 
     let other_stage = ["2 asks 0\n2 ship 7 taken 22 0\n", "2 ship 7 2 begin\n"];
     let together = journal(&[&begin[..], &other_stage, &ends].concat());

@@ -9,8 +9,10 @@ for _, id in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do
         local record = prefix .. 'record:' .. id
         -- If the clock was set back since it was put, more seems to be left than there ever was.
         local times = redis.call('HMGET', record, 'created', 'expires')
-        left = math.min(left, times[2] - times[1])
-        redis.call('HSET', record, 'state', 'taken')
+        if times[1] and times[2] then
+            left = math.min(left, times[2] - times[1])
+            redis.call('HSET', record, 'state', 'taken')
+        end
         table.insert(taken, { id, value, left })
     end
 end
