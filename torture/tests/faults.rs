@@ -148,6 +148,7 @@ impl Run {
         let mut store = store;
         let mut id = 2 << 24;
         let deadline = Instant::now() + PATIENCE;
+        let mut was_lost_with_another = false;
         loop {
             id += 1;
             let puts = vec!["k/00".to_owned()];
@@ -181,6 +182,13 @@ impl Run {
                             return store;
                         }
                     }
+                }
+                // It was evaluated on what a write of the store's own had, whose commit failed before the disk was healed.
+                Err(error @ KvError::Lost(CommitError::Failed(_)))
+                    if self.fault.is_some_and(Planted::halts) && !was_lost_with_another =>
+                {
+                    (self.notes)(Note::Failed { id, why: bed::explain(&error) });
+                    was_lost_with_another = true;
                 }
                 Err(error) => {
                     self.wrong.push(format!(

@@ -603,6 +603,8 @@ where
                 }
                 let told = settling.slots.into_iter().zip(settling.told);
                 self.ended.splice(0..0, told.map(|(slot, (_, end))| (slot, end)));
+                // While that was under way nobody kept them.
+                self.keep_at = Instant::now();
                 self.in_trouble(&error);
             }
         }

@@ -15,7 +15,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::future::Future;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::time::sleep;
 use tokio_util::task::AbortOnDropHandle;
@@ -75,6 +75,9 @@ pub const SCHEMA: Schema = Schema {
 
 /// The wait for records that are due and locked.
 const BUSY: Duration = Duration::from_millis(5);
+
+/// A table that has a transaction for less is not what the server ended it for.
+const LONG: Duration = Duration::from_millis(500);
 
 /// So often a transaction in the hands of a table is looked at.
 const LOOK: Duration = Duration::from_millis(50);
@@ -198,7 +201,8 @@ const HOLD: &str = "
           AND (SELECT set_config('idle_in_transaction_session_timeout', greatest(1, least(5000,
                       ceil(500 * extract(epoch FROM max(held_until) - now()))))::bigint::text, true)
                FROM vedetta_stage_record WHERE lane = $1 AND id = ANY ($2)
-                    AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE) IS NOT NULL
+                    AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE
+                    AND held_until > clock_timestamp()) IS NOT NULL
     ORDER BY id FOR UPDATE";
 
 /// The same of who changes entities without holding their records.
@@ -687,8 +691,25 @@ impl Records {
 #[error("the table let the database wait for too long between two statements")]
 struct Silent;
 
+fn silent() -> StageError {
+    StageError::Failed(Box::new(Silent))
+}
+
 fn is_silent(error: &StageError) -> bool {
     matches!(error, StageError::Failed(cause) if cause.is::<Silent>())
+}
+
+/// Whether the server has ended the transaction of a table that had it for so long: it says so, or no more than that
+/// the line is gone. A server that went away meanwhile is taken for it, too, and the entity is tried again.
+fn was_ended(error: &StageError, had: Duration) -> bool {
+    let StageError::Unavailable(cause) = error else { return false };
+    match cause.downcast_ref() {
+        Some(PostgresError::Refused { code, .. }) => {
+            code == SqlState::IDLE_IN_TRANSACTION_SESSION_TIMEOUT.code()
+        }
+        Some(PostgresError::Lost(_)) => had >= LONG,
+        _ => false,
+    }
 }
 
 /// Somebody kept something locked for too long.
@@ -1040,11 +1061,16 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
         }
         saving.sort_by(|(a, _), (b, _)| endings[*a].claim.id.cmp(&endings[*b].claim.id));
         let (indexes, changed): (Vec<usize>, Vec<(E, Version)>) = saving.into_iter().unzip();
+        let began = Instant::now();
         let saved = tokio::select! {
             biased; // what the table waits for the server for, it is told itself
-            saved = self.table.save_all(&tx, &changed) => saved?,
-            () = closed(&tx) => return Err(StageError::Failed(Box::new(Silent))),
+            saved = self.table.save_all(&tx, &changed) => saved,
+            () = closed(&tx) => return Err(silent()),
         };
+        let took = began.elapsed();
+        // It may have gone on before anybody looked.
+        let or_silent = |error: StageError| if was_ended(&error, took) { silent() } else { error };
+        let saved = saved.map_err(|error| or_silent(error.into()))?;
 
         let mut answers = vec![Saved::Settled(Settled::Stale); endings.len()];
         let (mut visits, mut ends, mut settling) = (Vec::new(), Vec::new(), Vec::new());
@@ -1061,10 +1087,12 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
         }
         if !visits.is_empty() {
             let news = records.bells.news(self.system);
-            self.visit_system(&tx, &visits, &news).await?;
+            let visited = self.visit_system(&tx, &visits, &news).await;
+            visited.map_err(|error| or_silent(error.into()))?;
         }
         let mut ended = Ended::with_capacity(ends.len());
-        settle(&tx, lane, &ends, true, &mut ended).await?;
+        let settled = settle(&tx, lane, &ends, true, &mut ended).await;
+        settled.map_err(|error| or_silent(error.into()))?;
         for index in settling {
             if answers[index] != Saved::Conflict {
                 answers[index] = Saved::Settled(ended[&endings[index].claim.token]);

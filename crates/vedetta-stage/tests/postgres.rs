@@ -580,6 +580,8 @@ async fn a_sort_waits_for_who_writes_to_the_record_and_is_done_again_if_they_did
 enum Mishap {
     /// Nothing more is heard of its process, as far as the server can tell.
     Stalls(Arc<Stall>),
+    /// Its thread is blocked for so long, and then the server is asked something.
+    Blocks(Duration),
     /// The server is asked this.
     Asks(String),
 }
@@ -642,6 +644,10 @@ impl Table<Order> for Ominous {
                 stall.is_reached.add_permits(1);
                 stall.is_over.acquire().await.unwrap().forget();
             }
+            Some(Mishap::Blocks(time)) => {
+                std::thread::sleep(time);
+                tx.batch_execute("SELECT 1").await?;
+            }
             Some(Mishap::Asks(sql)) => tx.batch_execute(&sql).await?,
             None => {}
         }
@@ -653,7 +659,7 @@ impl Table<Order> for Ominous {
 async fn who_stalls_while_it_saves_holds_up_nobody_for_longer_than_its_lease_and_saves_nothing() {
     let world = Pg::new().await;
     let neighbour = world.neighbour().await;
-    let (lane, endings) = packed(&world, [1], Duration::from_secs(3)).await;
+    let (lane, endings) = packed(&world, [1], Duration::from_secs(6)).await;
     let stall = Stall::new();
     let stalls = [(); 2].map(|()| (1, Mishap::Stalls(Arc::clone(&stall))));
     let orders = Ominous::orders(&world, stalls).await;
@@ -694,7 +700,7 @@ async fn who_stalls_in_an_update_of_their_own_keeps_the_order_for_a_moment_only(
 async fn a_save_that_outlives_the_lease_is_saved_and_nobody_gets_its_record_meanwhile() {
     let world = Pg::new().await;
     let neighbour = world.neighbour().await;
-    let lease = Duration::from_secs(1);
+    let lease = Duration::from_secs(3);
     let (lane, mut endings) = packed(&world, [1, 2], lease).await;
     endings[1].fate = Fate::Visit(HOUR);
     // The server is busy with it, so nobody is idle.
@@ -710,6 +716,7 @@ async fn a_save_that_outlives_the_lease_is_saved_and_nobody_gets_its_record_mean
         let mut found = 0;
         while !is_saved.load(Ordering::Relaxed) {
             found += neighbour.records().claim(lane, &[0], 9, HOUR).await.unwrap().claims.len();
+            tokio::time::sleep(Duration::from_millis(5)).await;
         }
         found
     });
@@ -746,7 +753,7 @@ async fn packed<const N: usize>(
 #[tokio::test]
 async fn a_table_that_lets_the_server_wait_again_and_again_fails_for_its_own_order_only() {
     let world = Pg::new().await;
-    let (lane, endings) = packed(&world, [1, 2, 3], Duration::from_secs(8)).await;
+    let (lane, endings) = packed(&world, [1, 2, 3], Duration::from_secs(20)).await;
     let stalls = [Stall::new(), Stall::new()].map(|stall| (2, Mishap::Stalls(stall)));
     let orders = Ominous::orders(&world, stalls).await;
     let settling = orders.settle(lane, endings.clone());
@@ -764,6 +771,21 @@ async fn a_table_that_lets_the_server_wait_again_and_again_fails_for_its_own_ord
     assert!(matches!(settled[..], [Settled::Again(_)]), "{settled:?}");
     let left = orders.settle(lane, endings[2..].to_vec()).await.unwrap().saved;
     assert_eq!(left, [Ok(Saved::Settled(Settled::Gone))]);
+}
+
+#[tokio::test]
+async fn a_table_that_goes_on_when_the_server_has_ended_it_has_let_it_wait_all_the_same() {
+    let world = Pg::new().await;
+    let lease = Duration::from_secs(6);
+    let (lane, endings) = packed(&world, [1, 2], lease).await;
+    // The server waits for half of what is left of the lease.
+    let blocks = [(); 2].map(|()| (1, Mishap::Blocks(lease * 6 / 10)));
+    let orders = Ominous::orders(&world, blocks).await;
+    let settling = orders.settle(lane, endings);
+    let saved = testing::soon("it goes on", settling).await.unwrap().saved;
+    let Err(Unsettled::Refused(why)) = &saved[0] else { panic!("{saved:?}") };
+    assert!(why.contains("let the database wait"), "{why}");
+    assert_eq!(world.get(1).await.version, Version(1));
 }
 
 #[tokio::test]

@@ -176,15 +176,15 @@ impl Evidence {
             let mut failures = 0;
             for (at, run) in runs.iter().enumerate() {
                 let next = runs.get(at + 1);
-                let again = next.and_then(|next| {
-                    self.delivered_again(run, next).or_else(|| self.begun_late(run, next))
-                });
+                let delivered = next.and_then(|next| self.delivered_again(run, next));
+                let again = delivered.or(next.and_then(|next| self.begun_late(run, next)));
                 let until = run.settled.map(|(at, _)| at).or(next.map(|next| next.begun[0]));
                 let fault = self.fault(run, until.unwrap_or(u64::MAX)).or(again);
                 let is_called_off = asked.called_off.is_some_and(|said| said != CallOff::TooLate);
                 let why = match (run.ended, run.settled) {
                     (Some(Ending::Failed | Ending::Snoozed), Some((_, Answer::Again))) => {
-                        failures += u32::from(run.ended == Some(Ending::Failed) && again.is_none());
+                        failures +=
+                            u32::from(run.ended == Some(Ending::Failed) && delivered.is_none());
                         Some("as its kind does")
                     }
                     (_, Some((_, Answer::Gone | Answer::Parked))) => {

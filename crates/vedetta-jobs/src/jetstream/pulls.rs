@@ -146,6 +146,7 @@ impl Pulls {
         if self.coming == 0 {
             self.open.clear();
             self.was_full = true;
+            self.are_enough = false;
         }
     }
 
@@ -161,13 +162,11 @@ impl Pulls {
         let Some(pull) = self.open.remove(at) else { return };
         let less = match end {
             End::Without(undelivered) => undelivered.min(pull.batch),
-            End::Refused => {
-                self.are_enough = true;
-                pull.batch
-            }
+            End::Refused => pull.batch,
             // Then the others have ended too, or have brought nothing yet.
             End::NoMore => 0,
         };
+        self.are_enough = end == End::Refused || self.are_enough && self.is_any_open();
         self.coming = self.coming.saturating_sub(less);
         self.bring_no_more();
     }
