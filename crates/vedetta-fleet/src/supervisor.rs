@@ -218,8 +218,11 @@ impl Kept {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Leaving {
     No,
-    /// We told it to, then, or tried; whether it heard that is not known.
-    Told(Instant),
+    /// We told it to, then, or tried; whether it heard that is not known. Without an answer it is told again soon.
+    Told {
+        at: Instant,
+        answered: bool,
+    },
     /// It says so.
     Stops,
     /// We have ended it.
@@ -286,14 +289,15 @@ impl Task {
             }
             Outcome::Failed(why) => {
                 let (supervisor, kind) = (&self.name, discriminant(&why));
-                if self.trouble.replace(kind) != Some(kind) {
+                let is_new = self.trouble.replace(kind) != Some(kind);
+                if is_new {
                     tracing::warn!(supervisor, error = %why, "a look failed; trying again");
                 }
                 self.runner.reschedule(ALL, self.tries.failed(now, &AGAIN, fastrand::f64()));
-                // A server that does not answer is no failure of ours, and how a worker ended is of more interest.
-                if matches!(why, Failure::Panic(_)) {
+                // A server that does not answer is no failure of ours. How a worker ended since then is of more interest.
+                if is_new && matches!(why, Failure::Panic(_)) {
                     let why = format!("a look at the workers failed: {why}");
-                    self.staff.lock().await.last.get_or_insert((why, String::new()));
+                    self.staff.lock().await.last = Some((why, String::new()));
                 }
             }
             Outcome::Cancelled => {}
@@ -381,16 +385,23 @@ impl Staff {
             _ => 1,
         };
         let hands: Vec<Hand> = self.hands.iter().map(|(id, kept)| self.hand(id, kept)).collect();
-        let mut stops = Vec::new();
+        let (mut stops, mut is_missing) = (Vec::new(), false);
         for step in plan::steps(&posts, &hands, self.of.settings.max, starts) {
             match step {
-                // After a failure just now it is too early.
-                Step::Start(queues) if Instant::now() >= self.start_at => self.hire(queues),
-                Step::Start(_) => {}
+                Step::Start(queues) => {
+                    // After a failure just now it is too early.
+                    if Instant::now() >= self.start_at {
+                        self.hire(queues);
+                    }
+                    is_missing |= Instant::now() < self.start_at;
+                }
+                // Nobody goes for one that does not come.
+                Step::Stop(_) if is_missing => {}
                 Step::Stop(id) => stops.push(id),
                 Step::Kill(id) => self.give_up(&id),
             }
         }
+        stops.extend(self.unanswered(PATIENCE));
         if self.failures > 0 && self.is_well() {
             self.failures = 0;
         }
@@ -400,6 +411,14 @@ impl Staff {
             return Ok(Instant::now());
         }
         Ok(if Instant::now() < self.start_at { next.min(self.start_at) } else { next })
+    }
+
+    /// Those that were told to stop so long ago, and it is not known that this was taken. They are told again, and it
+    /// is still our doing.
+    fn unanswered(&self, patience: Duration) -> Vec<String> {
+        let is_due = |kept: &Kept| matches!(kept.leaving, Leaving::Told { at, answered: false } if at.elapsed() >= patience);
+        let due = self.hands.iter().filter(|(_, kept)| is_due(kept));
+        due.map(|(id, _)| id.clone()).collect()
     }
 
     /// Whether the last failure is over. Those that were started since then show it; without any, the others.
@@ -474,10 +493,11 @@ impl Staff {
                     if info.status == Status::Stopped && kept.kill.is_none() {
                         left.push(id.clone());
                     }
-                    // A command is handed out once, and may be lost then: when its time is over, it is given again. At
-                    // the end there is not that much time, and no harm in telling it twice.
-                    let patience = if self.draining { PATIENCE } else { TTL };
-                    if let Leaving::Told(at) = kept.leaving
+                    // A command is handed out once, and may be lost then: when its time is over, which begins when the
+                    // server has it, it is given again. At the end there is not that much time, and no harm in
+                    // telling it twice.
+                    let patience = if self.draining { PATIENCE } else { TTL + PATIENCE };
+                    if let Leaving::Told { at, answered: true } = kept.leaving
                         && at.elapsed() >= patience
                         && matches!(info.status, Status::Running | Status::Paused)
                     {
@@ -559,7 +579,7 @@ impl Staff {
             let info = kept.info.as_ref();
             let ends = [Status::Stopping, Status::Stopped];
             let before = kept.leaving;
-            if !matches!(before, Leaving::No | Leaving::Told(_))
+            if !matches!(before, Leaving::No | Leaving::Told { .. })
                 || info.is_none_or(|info| !ends.contains(&info.status))
             {
                 continue;
@@ -740,7 +760,7 @@ impl Staff {
                 Some(Kept { info: None, .. }) => self.kill(&id, false),
                 Some(kept) => {
                     // From before it is sent: whatever becomes of the answer and of this look, it may have heard.
-                    kept.leaving = Leaving::Told(Instant::now());
+                    kept.leaving = Leaving::Told { at: Instant::now(), answered: false };
                     let control = Arc::clone(&self.of.control);
                     told.push(async move {
                         (timeout(PATIENCE, control.tell(&id, Order::Stop)).await, id)
@@ -750,10 +770,13 @@ impl Staff {
             }
         }
         while let Some((answer, id)) = told.next().await {
-            if let (Ok(Err(ControlError::Refused(_))), Some(kept)) =
-                (answer, self.hands.get_mut(&id))
-            {
-                kept.leaving = Leaving::No;
+            let Some(kept) = self.hands.get_mut(&id) else { continue };
+            let Leaving::Told { at, answered } = &mut kept.leaving else { continue };
+            match answer {
+                Ok(Ok(())) => *answered = true,
+                Ok(Err(ControlError::Refused(_))) => kept.leaving = Leaving::No,
+                // A server that is slow has a rest.
+                Ok(Err(ControlError::Unavailable(_))) | Err(_) => *at = Instant::now(),
             }
         }
     }
@@ -856,7 +879,8 @@ impl Staff {
                 self.observe(told.workers);
             }
             let stay = self.hands.iter().filter(|(_, kept)| kept.leaving == Leaving::No);
-            let stay = stay.map(|(id, _)| id.clone()).collect();
+            let mut stay: Vec<String> = stay.map(|(id, _)| id.clone()).collect();
+            stay.extend(self.unanswered(Duration::ZERO));
             // Those that did not hear it are told again.
             let _ = timeout(patience(), self.dismiss(stay)).await;
             let next = Instant::now() + self.period.min(Duration::from_millis(200));
@@ -867,9 +891,13 @@ impl Staff {
             }
         }
         // Nobody is left behind; not even as a process that nobody asked how it ended.
-        while self.children.join_next().await.is_some() {
+        loop {
+            // First of all, as a child is not done before there is room for its exit.
             while let Ok((id, exit)) = self.exits.try_recv() {
                 self.exited(&id, exit);
+            }
+            if self.children.join_next().await.is_none() {
+                break;
             }
         }
         let _ = timeout(PATIENCE, self.report()).await;

@@ -218,10 +218,11 @@ pub(crate) fn steps(posts: &Posts, hands: &[Hand], max: u32, mut starts: u32) ->
         }
     }
     // One at a time is replaced, of all. Where others are missing nobody goes before its room is needed.
-    let is_leaving = |hand: &Hand| hand.stage == Stage::Stopping;
+    let is_leaving = |hand: &&Hand| hand.stage == Stage::Stopping;
+    let leaves = is_short && hands.iter().any(|hand| is_leaving(&hand));
     let begins = |step: &Step| matches!(step, Step::Start(_));
     let mut is_busy = hands.iter().any(|hand| hand.stage == Stage::Starting || is_replaced(hand))
-        || is_short && (room > 0 || steps.iter().any(begins) || hands.iter().any(is_leaving));
+        || is_short && (room > 0 || steps.iter().any(begins));
     // Those that do not work yet first, then the idle, then the old.
     let rank = |hand: &&Hand| (hand.stage != Stage::Starting, hand.is_busy, !hand.is_old);
     let mut surplus: Vec<&Hand> = Vec::new();
@@ -230,7 +231,7 @@ pub(crate) fn steps(posts: &Posts, hands: &[Hand], max: u32, mut starts: u32) ->
         have.sort_by_key(rank);
         let old = have.iter().find(|hand| hand.is_old).map(|hand| hand.id.clone());
         match old {
-            Some(_) if is_busy && have.len() <= want + 1 => {}
+            Some(_) if (is_busy || leaves) && have.len() <= want + 1 => {}
             Some(_) if have.len() == want && want > 0 && starts > 0 && there <= most => {
                 (starts, is_busy) = (starts - 1, true);
                 steps.push(Step::Start(queues.clone()));
@@ -244,8 +245,12 @@ pub(crate) fn steps(posts: &Posts, hands: &[Hand], max: u32, mut starts: u32) ->
     }
     if is_short {
         surplus.sort_by_key(rank);
-        let idle = surplus.partition_point(|hand| hand.stage == Stage::Starting);
-        surplus.truncate(idle + usize::from(!is_busy));
+        let begun = surplus.partition_point(|hand| hand.stage == Stage::Starting);
+        // Who is idle does not wait for one that leaves when its jobs are done: that may take long.
+        let mut leaving = hands.iter().filter(is_leaving);
+        let next = surplus.get(begun).filter(|_| !is_busy);
+        let goes = next.is_some_and(|hand| leaving.all(|it| it.is_busy && !hand.is_busy));
+        surplus.truncate(begun + usize::from(goes));
     }
     steps.extend(surplus.into_iter().map(|hand| Step::Stop(hand.id.clone())));
     steps
@@ -445,10 +450,19 @@ mod tests {
         hands.remove(1);
         hands.push(hand("5", "b", Ready, false));
         assert_eq!(steps(&three, &hands, 3, 9), [stop("1")], "the last one, which is busy");
-        // With room for all the others they are there first, and nobody has to wait.
+        // With room for all the others they are started, and nobody waits for them or for a place.
         let hands: Vec<Hand> = ["1", "2"].map(|id| hand(id, "a", Ready, false)).into();
         let two = posts(&[(&["b"], 2)]);
         assert_eq!(steps(&two, &hands, 4, 9), [start(), start(), stop("1"), stop("2")]);
+        // One that leaves with a long job keeps no idle one, but the busy ones.
+        let mut hands: Vec<Hand> = ["1", "2", "3"].map(|id| hand(id, "a", Ready, false)).into();
+        (hands[0].stage, hands[0].is_busy) = (Stopping, true);
+        let moved = posts(&[(&["a"], 1), (&["b"], 2)]);
+        assert_eq!(steps(&moved, &hands, 3, 9), [stop("2")]);
+        (hands[1].is_busy, hands[2].is_busy) = (true, true);
+        assert_eq!(steps(&moved, &hands, 3, 9), []);
+        (hands[1].stage, hands[1].is_busy) = (Stopping, false);
+        assert_eq!(steps(&three, &hands, 3, 9), [], "its place is there soon");
     }
 
     #[test]
@@ -521,7 +535,8 @@ mod tests {
             let posts: Posts = wanted.iter().map(|(at, count)| (queues(&[names[*at]]), *count)).collect();
             let stages = [Stage::Starting, Stage::Ready, Stage::Stopping, Stage::Silent];
             let mut hands: Vec<Hand> = there.iter().enumerate().map(|(id, (at, stage, is_old))| {
-                hand(&id.to_string(), names[*at], stages[usize::from(*stage)], *is_old)
+                let hand = hand(&id.to_string(), names[*at], stages[usize::from(*stage)], *is_old);
+                Hand { is_busy: id.is_multiple_of(2), ..hand }
             }).collect();
             let max = wanted.values().sum::<u32>() + more;
             let mut next = hands.len();
@@ -535,17 +550,20 @@ mod tests {
                 let is_restart = hands.iter().any(|hand| hand.is_old);
                 let most = max as usize + usize::from(is_restart);
                 prop_assert!(starts == 0 || there + starts <= most, "{starts} beside {hands:?}");
-                // While some are missing, one at most of those that work is on its way out.
+                // While some are missing, one at most of those that work is told to go, and only an idle one while
+                // busy ones are on their way out.
                 let missing = |(queues, want): (&Vec<String>, &u32)| {
                     let are_of = |hand: &&Hand| hand.queues == *queues && matches!(hand.stage, Stage::Starting | Stage::Ready);
                     let begins = steps.iter().filter(|step| **step == Step::Start(queues.clone()));
                     hands.iter().filter(are_of).count() + begins.count() < *want as usize
                 };
                 if posts.iter().any(missing) {
-                    let works = |id: &String| hands.iter().any(|hand| hand.id == *id && hand.stage == Stage::Ready);
-                    let stops = steps.iter().filter(|step| matches!(step, Step::Stop(id) if works(id))).count();
-                    let is_leaving = hands.iter().any(|hand| hand.stage == Stage::Stopping);
-                    prop_assert!(stops <= usize::from(!is_leaving), "{steps:?} of {hands:?}");
+                    let is_told = |hand: &&Hand| hand.stage == Stage::Ready && steps.contains(&Step::Stop(hand.id.clone()));
+                    let told: Vec<&Hand> = hands.iter().filter(is_told).collect();
+                    prop_assert!(told.len() <= 1, "{steps:?} of {hands:?}");
+                    let mut leaving = hands.iter().filter(|hand| hand.stage == Stage::Stopping);
+                    let may_go = leaving.all(|it| it.is_busy && told.iter().all(|hand| !hand.is_busy));
+                    prop_assert!(told.is_empty() || may_go, "{steps:?} of {hands:?}");
                 }
                 if steps.is_empty() && hands.iter().all(|hand| hand.stage == Stage::Ready && !hand.is_old) {
                     break;
