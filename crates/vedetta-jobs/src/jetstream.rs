@@ -654,17 +654,23 @@ impl Shared {
 
     /// Whether the server has something to deliver; nothing said: others hold something that may come back.
     async fn is_there_more(&self) -> Result<Option<bool>, JobsError> {
+        let Deliveries { may_go_on, are_left, are_all_here } = self.deliveries().await?;
+        Ok(match (may_go_on, are_left) {
+            (false, _) => Some(false),
+            (true, true) => Some(true),
+            (true, false) => are_all_here.then_some(false),
+        })
+    }
+
+    async fn deliveries(&self) -> Result<Deliveries, JobsError> {
         let info = self.consumer.get_info().await;
         let info = info.map_err(|error| unavailable("asking for the consumer", error))?;
         let most = usize::try_from(info.config.max_ack_pending).unwrap_or(usize::MAX);
-        Ok(if info.num_ack_pending >= most {
-            Some(false)
-        } else if info.num_pending > 0 {
-            Some(true)
-        } else {
-            let all_ours = info.num_ack_pending <= self.state.lock().ours();
-            all_ours.then_some(false)
-        })
+        let may_go_on = info.num_ack_pending < most;
+        let are_left = info.num_pending > 0;
+        let is_awaited_here = info.num_ack_pending <= self.state.lock().ours();
+        let are_all_here = is_awaited_here && !(may_go_on && are_left);
+        Ok(Deliveries { may_go_on, are_left, are_all_here })
     }
 
     /// Opens a pull for what there is, or else for what comes first, if there is room for more than is ready
@@ -1099,6 +1105,16 @@ struct Going<'e> {
     letter: Arc<Letter>,
     attempt: u32,
     story: Story,
+}
+
+/// How far the server is with what it has to deliver.
+struct Deliveries {
+    /// No more are awaited than may be.
+    may_go_on: bool,
+    /// Some were not delivered yet.
+    are_left: bool,
+    /// All that were delivered are here, and no more are just now.
+    are_all_here: bool,
 }
 
 /// What has come of a pull.

@@ -27,7 +27,7 @@ use vedetta_core::queue::{Settled, Woken};
 
 use super::letter::{Asked, Letter, Reader};
 use super::pulls::{End, Opened, Pulls};
-use super::{AT_ONCE, BUNCH, Shared, whole_millis};
+use super::{ANSWER, AT_ONCE, BUNCH, Shared, whole_millis};
 use crate::job::{Claim, JobId};
 
 /// Of so many jobs at most it is known which deliveries were no attempts.
@@ -515,13 +515,23 @@ impl Shared {
     }
 
     /// Has nothing more come to an inbox, and takes in what did. What is on its way to an inbox that was left would come
-    /// again after `ack_wait` only: so that is awaited first, and no pull brings for long what there is at once.
+    /// again after `ack_wait` only: so that is awaited first. No pull brings for long what there is at once.
     async fn leave(&self, mut inbox: Subscriber) {
         let mut reader = Reader::new(&self.context);
-        let last = Instant::now() + LAST_WORDS;
-        let quiet = || last.min(Instant::now() + AT_ONCE);
-        while let Ok(Some(message)) = timeout_at(quiet(), inbox.next()).await {
-            self.take_in(once(message), &mut reader);
+        let (last, mut patience) = (Instant::now() + ANSWER, AT_ONCE);
+        while self.connected().is_ok() && self.state.lock().pulls.leaves_some_behind() {
+            if let Ok(message) = timeout(patience, inbox.next()).await {
+                let Some(message) = message else { return };
+                self.take_in(once(message), &mut reader);
+                patience = AT_ONCE;
+                continue;
+            }
+            patience *= 2;
+            // What is not here may be on its way, or with others; or there is nobody any more who brings it.
+            let asked = timeout_at(last, self.deliveries()).await;
+            if patience > LAST_WORDS / 4 || !matches!(asked, Ok(Ok(found)) if !found.are_all_here) {
+                break;
+            }
         }
         if inbox.drain().await.is_ok() {
             while let Ok(Some(message)) = timeout(LAST_WORDS, inbox.next()).await {
