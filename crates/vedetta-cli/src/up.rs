@@ -54,6 +54,9 @@ pub(crate) const SCHEMAS: &[db::Schema] =
 /// What is left when the end has come may take so long to go.
 const LAST_MOMENT: Duration = Duration::from_millis(500);
 
+/// A signal so soon after the first is the same one, sent twice.
+const ECHO: Duration = Duration::from_millis(500);
+
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub(crate) enum LogFormat {
     Human,
@@ -428,6 +431,7 @@ fn say(text: &str) {
 pub(crate) struct Signals {
     interrupt: Signal,
     terminate: Signal,
+    first: Option<Instant>,
 }
 
 impl Signals {
@@ -435,13 +439,22 @@ impl Signals {
         Ok(Self {
             interrupt: signal(SignalKind::interrupt())?,
             terminate: signal(SignalKind::terminate())?,
+            first: None,
         })
     }
 
+    /// The next signal. Those that come with the first are that one: timeout(1) and others tell a process, and then its
+    /// whole group.
     pub(crate) async fn next(&mut self) {
-        tokio::select! {
-            _ = self.interrupt.recv() => {}
-            _ = self.terminate.recv() => {}
+        loop {
+            tokio::select! {
+                _ = self.interrupt.recv() => {}
+                _ = self.terminate.recv() => {}
+            }
+            if self.first.is_none_or(|first| first.elapsed() >= ECHO) {
+                self.first.get_or_insert_with(Instant::now);
+                return;
+            }
         }
     }
 }

@@ -100,6 +100,15 @@ impl Running {
         assert!(Command::new("kill").args(["-s", name, &pid]).status().unwrap().success());
     }
 
+    /// Signals until it has ended: those that come with the first one do not count.
+    pub(crate) fn insist(&mut self) -> ExitStatus {
+        until("the end at once", || {
+            self.signal("TERM");
+            self.child.try_wait().unwrap().is_some()
+        });
+        self.wait()
+    }
+
     pub(crate) fn wait(&mut self) -> ExitStatus {
         let mut ended = None;
         until("the end of it", || {

@@ -212,10 +212,8 @@ fn a_command_that_outlasts_the_grace_or_a_second_signal_is_killed_with_its_child
         until("the start", || folder.path().join("child").exists());
         server.running.signal("TERM");
         let _logs = until_stopping(&mut server.running);
-        if second {
-            server.running.signal("TERM");
-        }
-        assert_eq!(server.running.wait().code(), Some(code), "{grace}");
+        let ended = if second { server.running.insist() } else { server.running.wait() };
+        assert_eq!(ended.code(), Some(code), "{grace}");
         let child = lines(&folder.path().join("child"))[0].clone();
         until("the end of its child", || !alive(&child));
     }
