@@ -91,23 +91,30 @@ impl Add {
     }
 }
 
-/// Says that the job may wait for ever, unless somebody works who may have a handler of its own.
+/// Says that the job may wait for ever, or fail, unless somebody works who may have a handler of its own.
 fn hint(client: &Client, added: &Added) {
-    let is_other = |worker: &WorkerInfo| {
-        let is_ours = worker.inside || worker.supervisor.is_some();
-        worker.status != Status::Stopped && !is_ours && worker.queues.contains(&added.queue)
+    let Ok(all) = client.get::<Workers>("/api/v1/workers") else { return };
+    let is_at_it = |worker: &&WorkerInfo| {
+        worker.status != Status::Stopped && worker.queues.contains(&added.queue)
     };
-    let others: Option<Workers> = client.get("/api/v1/workers").ok();
-    if others.is_some_and(|all| !all.workers.iter().any(is_other)) {
-        let kind = output::one_line(&added.kind);
-        let is_bare = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
-        let key = if kind.chars().all(is_bare) { kind.clone() } else { format!("{kind:?}") };
-        eprintln!(
-            "vedetta: hint: no handler is declared for the kind {kind:?}: add [handler.{key}] to the config file, or \
-             take it from the queue {} yourself",
-            output::one_line(&added.queue)
-        );
+    let at_it: Vec<_> = all.workers.iter().filter(is_at_it).collect();
+    if at_it.iter().any(|worker| !worker.inside && worker.supervisor.is_none()) {
+        return;
     }
+    let (kind, queue) = (output::one_line(&added.kind), output::one_line(&added.queue));
+    let is_bare = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
+    let key = if kind.chars().all(is_bare) { kind.clone() } else { format!("{kind:?}") };
+    let advice = if at_it.is_empty() {
+        format!(
+            "add [handler.{key}] to the config file, or take it from the queue {queue} yourself"
+        )
+    } else {
+        format!(
+            "the worker of the queue {queue} takes it, and it fails until it is dead; add [handler.{key}] to the \
+             config file, or give it a queue that nobody works"
+        )
+    };
+    eprintln!("vedetta: hint: no handler is declared for the kind {kind:?}: {advice}");
 }
 
 fn payload(text: &str) -> anyhow::Result<Json> {

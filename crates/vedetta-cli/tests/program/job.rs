@@ -6,7 +6,7 @@ use std::process::Stdio;
 
 use serde_json::{Value, json};
 
-use crate::support::{Ran, Server, temp, vedetta};
+use crate::support::{Ran, Server, temp, until, vedetta};
 
 fn ask(server: &Server, args: &[&str]) -> Ran {
     server.command(args).output().unwrap().into()
@@ -292,4 +292,16 @@ fn jobs_outlive_the_server() {
     let server = Server::start(folder.path());
     assert_eq!(done(&server, &["job", "list"])["jobs"][0]["kind"], "pack");
     server.stop();
+}
+
+#[test]
+fn who_asks_for_a_kind_that_the_queues_own_worker_does_not_have_is_told_that_it_fails() {
+    let folder = temp();
+    std::fs::write(folder.path().join("vedetta.toml"), "[handler.pack]\nrun = ['true']").unwrap();
+    let server = Server::start(folder.path());
+    until("the hint about the worker", || {
+        let added = ask(&server, &["job", "add", "other"]);
+        assert_eq!(added.code, 0, "{added:?}");
+        added.err.contains("it fails until it is dead; add [handler.other]")
+    });
 }
