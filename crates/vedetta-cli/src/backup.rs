@@ -1,14 +1,15 @@
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 use clap::Args;
+use vedetta::core::explain;
 use vedetta::db::rusqlite::{self, ErrorCode};
 use vedetta::{db, kv};
 
 /// Copy the database to a file, also while a server runs on it
 ///
-/// The copy has everything that was committed when it was taken, and is checked. To restore it, copy it to
+/// The copy has everything that was committed when it was taken, and every row of it is checked. To restore it, copy it to
 /// `vedetta.db` in an empty folder and start `vedetta up --data` on that folder.
 #[derive(Debug, Args)]
 pub(crate) struct Backup {
@@ -27,19 +28,32 @@ impl Backup {
             anyhow::bail!("no backup was made: there is no database at {at}: check --data");
         }
         db::backup(&database, &self.file).context("no backup was made")?;
+        if let Err(error) = rows(&self.file) {
+            std::fs::remove_file(&self.file)
+                .with_context(|| format!("{} is damaged: remove it", self.file.display()))?;
+            return Err(error.context("no backup was made"));
+        }
         Ok(writeln!(out, "{} is a backup of {}", self.file.display(), database.display())?)
     }
 }
 
+/// Checks every row of the copy, as `vedetta doctor` does.
+fn rows(file: &Path) -> anyhow::Result<()> {
+    // Nobody writes to it, and it has no log.
+    kv::check(&db::inspect(file, crate::up::SCHEMAS, false)?)?;
+    Ok(())
+}
+
 /// What is wrong with a database; if it is damaged, also what to do.
 pub(crate) fn advised(error: &anyhow::Error) -> String {
-    if error.chain().any(is_damage) { with_advice(error) } else { format!("{error:#}") }
+    if error.chain().any(is_damage) { with_advice(error) } else { explain(error.as_ref()) }
 }
 
 /// The same where it is known to be damaged.
 pub(crate) fn with_advice(error: &anyhow::Error) -> String {
+    let error = explain(error.as_ref());
     format!(
-        "{error:#}; to start on a backup: mkdir -m 700 NEW && cp BACKUP NEW/vedetta.db && vedetta up --data NEW \
+        "{error}; to start on a backup: mkdir -m 700 NEW && cp BACKUP NEW/vedetta.db && vedetta up --data NEW \
          (and copy access.db, if people sign in)"
     )
 }

@@ -88,6 +88,11 @@ fn a_flipped_bit_in_a_value_is_found() {
     let (ran, state, detail) = doctor(folder.path(), "database");
     assert_eq!((ran.code, state.as_str()), (1, "broken"), "{ran:?}");
     assert!(detail.contains("the row of revision 2 is damaged"), "{detail}");
+    let copied = run(folder.path(), &["backup", "copy.db"]);
+    assert_eq!(copied.code, 1, "{copied:?}");
+    let said = "no backup was made: the row of revision 2 is damaged";
+    assert!(copied.err.contains(said), "{copied:?}");
+    assert!(!folder.path().join("copy.db").exists(), "nothing that looks like a backup");
     assert!(detail.contains(MENDS), "{detail}");
 
     let refused = run(folder.path(), &["up", "--http", "127.0.0.1:0"]);
