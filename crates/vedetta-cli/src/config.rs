@@ -445,7 +445,8 @@ impl Config {
         let all = cannot_run.chain(self.unhandled()?.into_iter().map(|(name, kind)| {
             format!("{name} asks for jobs of the kind {kind:?}, for which no handler is declared")
         }));
-        Ok(all.collect())
+        let idle = self.idle_supervisors().into_iter();
+        Ok(all.chain(idle.map(|(name, why)| format!("{name} has no queues yet: {why}"))).collect())
     }
 
     /// What is run, by which table of the file.
@@ -717,6 +718,14 @@ mod tests {
             key-types = ['livemeta', 'mixer']\nquiet = ['mixer']\nresync = '1h'";
         let bare = Config::parse(bare).unwrap();
         assert_eq!(whole, &bare.watch[&Name("rooms".into())], "the rest are the defaults");
+    }
+
+    #[test]
+    fn a_supervisor_of_all_queues_has_none_until_a_handler_is_declared() {
+        let doubts = |file: &str| Config::parse(file).unwrap().doubts().unwrap();
+        let idle = "supervisor.default has no queues yet: no handler is declared";
+        assert_eq!(doubts("[supervisor.default]"), [idle]);
+        assert!(doubts("[supervisor.default]\n[handler.pack]\nrun = ['true']").is_empty());
     }
 
     #[test]

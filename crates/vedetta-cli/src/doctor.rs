@@ -10,6 +10,7 @@ use clap::Args;
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 use vedetta::access::Access;
+use vedetta::core::explain;
 use vedetta::db::postgres::Postgres;
 use vedetta::db::{self, DataFolder};
 use vedetta::fleet::bus::redis::RedisBus;
@@ -116,13 +117,13 @@ impl Doctor {
         ];
         let loaded = |(name, loaded): (_, Option<Result<(), _>>)| Some((name, loaded?));
         for (name, loaded) in tls.into_iter().filter_map(loaded) {
-            let loaded = loaded.map_err(|error| vedetta::core::explain(&error));
+            let loaded = loaded.map_err(|error| explain(&error));
             checks.push(Check::of(name, loaded.map(|()| "its files can be used")));
         }
         match config.store.cluster() {
             Ok(None) => {}
             Ok(Some(_)) => checks.push(Check::ok("store.url", "its settings can be used")),
-            Err(error) => checks.push(Check::broken("store.url", format!("{error:#}"))),
+            Err(error) => checks.push(Check::broken("store.url", explain(error.as_ref()))),
         }
         match config.bus.at()? {
             BusAt::Postgres(url) => checks.push(reached("bus.url", Postgres::open(&url, &[]))),
@@ -144,6 +145,8 @@ impl Doctor {
             let detail = format!("no handler is declared for jobs of the kind {kind:?}");
             Check::note(name, detail)
         }));
+        let idle = config.idle_supervisors().into_iter();
+        checks.extend(idle.map(|(name, why)| Check::note(name, format!("no queues yet: {why}"))));
         match self.output {
             Format::Json => output::json(out, &serde_json::json!({ "checks": checks }))?,
             Format::Table => {
@@ -327,7 +330,7 @@ where
         runtime.block_on(async { open.await.map(drop) })?;
         Ok(())
     };
-    let tried = try_it().map_err(|error| format!("{error:#}"));
+    let tried = try_it().map_err(|error| explain(error.as_ref()));
     Check::of(name, tried.map(|()| "can be reached"))
 }
 
@@ -368,7 +371,7 @@ fn streams(url: &str, streams: &[jetstream::Options]) -> Vec<Check> {
             Ok(risks) => {
                 checks.extend(risks.into_iter().map(|risk| Check::note(name.clone(), risk)));
             }
-            Err(error) => checks.push(Check::broken(name, format!("{error:#}"))),
+            Err(error) => checks.push(Check::broken(name, explain(error.as_ref()))),
         }
     }
     // Of every stream of a server the same is said.
@@ -389,7 +392,7 @@ fn access(data: &Path, config: &Config) -> Check {
     match Access::has_anybody(data) {
         Ok(true) => Check::ok(name, "people sign in, and programs have tokens"),
         Ok(false) => Check::broken(name, "nobody could sign in: add a user with vedetta user add"),
-        Err(error) => Check::broken(name, vedetta::core::explain(&error)),
+        Err(error) => Check::broken(name, explain(&error)),
     }
 }
 

@@ -162,6 +162,19 @@ impl Config {
         self.supervisor.values().flat_map(|table| self.worked(&table.queues)).collect()
     }
 
+    /// Supervisors of all queues while there is none for them, by which table of the file, and why.
+    pub(crate) fn idle_supervisors(&self) -> Vec<(String, &'static str)> {
+        let why = match self.handler.is_empty() {
+            true => "no handler is declared",
+            false => "handlers are declared for streams only",
+        };
+        let is_idle = |table: &Supervisor| {
+            table.queues.iter().any(|name| name == "*") && self.workable().is_empty()
+        };
+        let idle = self.supervisor.iter().filter(|(_, table)| is_idle(table));
+        idle.map(|(name, _)| (format!("supervisor.{}", name.0), why)).collect()
+    }
+
     /// What supervisors keep, each under its name, and how they start workers.
     pub(crate) fn supervisors(
         &self,
