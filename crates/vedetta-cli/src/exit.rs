@@ -4,6 +4,7 @@ use std::io::ErrorKind;
 use std::process::ExitCode;
 
 use vedetta::access::AccessError;
+use vedetta::core::explain;
 
 use crate::client::ClientError;
 use crate::config::ConfigError;
@@ -34,7 +35,7 @@ pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
     match code(error) {
         0 => {}
         _ if matches!(error.downcast_ref(), Some(No::Broken)) => {}
-        _ => eprintln!("vedetta: {}", crate::output::one_line(&format!("{error:#}"))),
+        _ => eprintln!("vedetta: {}", crate::output::one_line(&explain(error.as_ref()))),
     }
     ExitCode::from(code(error))
 }

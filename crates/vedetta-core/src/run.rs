@@ -74,13 +74,48 @@ impl fmt::Display for Failure {
     }
 }
 
-/// An error with its causes, in one line.
+/// An error with its causes, in one line; a cause that was said already is left out.
 pub fn explain(error: &(dyn Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {
-        text = format!("{text}: {error}");
+        let why = error.to_string();
+        if !text.ends_with(&why) {
+            text = format!("{text}: {why}");
+        }
         cause = error.source();
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug)]
+    struct Told(&'static str, Option<Box<Told>>);
+
+    impl fmt::Display for Told {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str(self.0)
+        }
+    }
+
+    impl Error for Told {
+        fn source(&self) -> Option<&(dyn Error + 'static)> {
+            self.1.as_deref().map(|cause| cause as _)
+        }
+    }
+
+    #[test]
+    fn a_cause_is_told_once_also_if_the_error_above_has_told_it() {
+        let error = |texts: &[&'static str]| {
+            let told =
+                texts.iter().rev().fold(None, |below, text| Some(Box::new(Told(text, below))));
+            explain(&*told.unwrap())
+        };
+        assert_eq!(error(&["no", "why", "deeper"]), "no: why: deeper");
+        assert_eq!(error(&["no", "cannot: refused", "refused"]), "no: cannot: refused");
+        assert_eq!(error(&["refused", "refused", "further"]), "refused: further");
+    }
 }
