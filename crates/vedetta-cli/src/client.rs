@@ -65,6 +65,9 @@ const SILENCE: Duration = Duration::from_secs(45);
 /// Bytes of an answer.
 const ANSWER: u64 = 256 << 20;
 
+/// The status of an answer that is not Vedetta's.
+const MISDIRECTED: u16 = 421;
+
 /// A file in PEM with who may sign a server's certificate, instead of those that are known to all.
 pub(crate) const CA: &str = "VEDETTA_CA";
 
@@ -229,13 +232,24 @@ impl Client {
         if answer.status().is_success() {
             return Ok(answer);
         }
-        let status = answer.status().as_u16();
+        let mut status = answer.status().as_u16();
         let message = match answer.body_mut().read_json::<Refusal>() {
             Ok(Refusal { error: Why { message, hint: Some(hint) } }) => {
                 format!("{message} ({hint})")
             }
             Ok(Refusal { error }) => error.message,
-            Err(_) => format!("{} answered {}", self.server, answer.status()),
+            // Something between us and it.
+            Err(_) if status >= 500 => format!("{} answered {}", self.server, answer.status()),
+            Err(_) => {
+                // Its 404 says nothing about what was asked for.
+                status = MISDIRECTED;
+                format!(
+                    "{} answered {}, which is not Vedetta's HTTP API, perhaps its etcd endpoint: give the address of \
+                     http.listen",
+                    self.server,
+                    answer.status()
+                )
+            }
         };
         Err(ClientError::Refused { status, message })
     }

@@ -292,3 +292,15 @@ fn completions_are_printed_for_each_shell() {
     }
     assert_eq!(run(folder.path(), &["completions", "abacus"]).code, 2);
 }
+
+#[test]
+fn a_client_that_was_given_the_etcd_endpoint_is_told_so() {
+    let folder = temp();
+    let server = Server::start(folder.path());
+    let ran = run(folder.path(), &["kv", "get", "k", "--server", &server.etcd]);
+    assert_eq!(ran.code, 1, "{ran:?}");
+    assert!(
+        ran.err.contains("perhaps its etcd endpoint: give the address of http.listen"),
+        "{ran:?}"
+    );
+}
