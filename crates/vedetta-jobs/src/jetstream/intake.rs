@@ -519,7 +519,7 @@ impl Shared {
     async fn leave(&self, mut inbox: Subscriber) {
         let mut reader = Reader::new(&self.context);
         let (last, mut patience) = (Instant::now() + ANSWER, AT_ONCE);
-        while self.connected().is_ok() && self.state.lock().pulls.leaves_some_behind() {
+        while self.connected().is_ok() && Instant::now() < last {
             if let Ok(message) = timeout(patience, inbox.next()).await {
                 let Some(message) = message else { return };
                 self.take_in(once(message), &mut reader);

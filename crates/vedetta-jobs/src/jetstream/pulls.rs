@@ -37,8 +37,6 @@ pub(super) struct Pulls {
     open: VecDeque<Pull>,
     /// What they may still bring.
     coming: usize,
-    /// And those of the inbox that is being left.
-    left: usize,
     /// The last ones brought all that they asked for: there may be more.
     pub was_full: bool,
     /// The server had less than they ask for, and refused one more.
@@ -87,7 +85,6 @@ impl Pulls {
             overlapping: 0,
             open: VecDeque::new(),
             coming: 0,
-            left: 0,
             was_full: false,
             are_enough: false,
             life,
@@ -142,7 +139,6 @@ impl Pulls {
     /// A message has come.
     pub(super) fn came(&mut self, now: Instant) {
         if self.coming == 0 {
-            self.left = self.left.saturating_sub(1);
             return; // of those that are counted no more
         }
         self.coming -= 1;
@@ -201,13 +197,8 @@ impl Pulls {
     /// What the server has of them is not known: they count no more, and there are none until there is another inbox.
     pub(super) fn leave(&mut self) {
         self.open.clear();
-        self.left += std::mem::take(&mut self.coming);
+        self.coming = 0;
         self.inbox = None;
-    }
-
-    /// Those of the inbox that is being left may bring more.
-    pub(super) fn leaves_some_behind(&self) -> bool {
-        self.left > 0
     }
 
     pub(super) fn have_left(&self) -> bool {
@@ -217,7 +208,6 @@ impl Pulls {
     /// They are answered there from now on.
     pub(super) fn move_to(&mut self, inbox: String) {
         self.inbox = Some(inbox);
-        self.left = 0;
     }
 }
 
