@@ -164,9 +164,10 @@ impl Config {
 
     /// Supervisors of all queues while there is none for them, by which table of the file, and why.
     pub(crate) fn idle_supervisors(&self) -> Vec<(String, &'static str)> {
-        let why = match self.handler.is_empty() {
-            true => "no handler is declared",
-            false => "handlers are declared for streams only",
+        let why = if self.handler.is_empty() {
+            "no handler is declared"
+        } else {
+            "handlers are declared for streams only"
         };
         let is_idle = |table: &Supervisor| {
             table.queues.iter().any(|name| name == "*") && self.workable().is_empty()
