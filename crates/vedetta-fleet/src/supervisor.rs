@@ -900,8 +900,10 @@ impl Staff {
                 break;
             }
         }
-        let _ = timeout(PATIENCE, self.report()).await;
-        let _ = timeout(PATIENCE, self.of.control.retire(&self.of.name)).await;
+        // One that was never heard, as another process has its name, has nothing to take back.
+        if let Ok(Ok(_)) = timeout(PATIENCE, self.report()).await {
+            let _ = timeout(PATIENCE, self.of.control.retire(&self.of.name)).await;
+        }
         killed
     }
 }

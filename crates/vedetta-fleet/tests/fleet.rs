@@ -503,6 +503,18 @@ async fn until_boss(fleet: &Fleet, state: Mood) {
 }
 
 #[tokio::test]
+async fn who_was_refused_a_name_does_not_take_it_from_who_has_it() {
+    let World { fleet, _folder, .. } = World::new(SLOW).await;
+    let name = format!("boss:{}", vedetta_fleet::host_name());
+    fleet.supervised(&name, report("a")).await.unwrap();
+    let other = start_boss(Arc::new(fleet.clone()), "/bin/false".into());
+    soon("its end", other.stop(SLOW)).await;
+    let there = fleet.supervisors();
+    assert_eq!(there.len(), 1);
+    assert_eq!(there[0].report.as_ref().map(|report| &*report.instance), Some("a"));
+}
+
+#[tokio::test]
 async fn a_terminate_that_was_obeyed_holds_if_its_supervisor_ends_at_once() {
     let World { fleet, _folder, .. } = World::new(SLOW).await;
     let (supervisor, control) = keeps_anna(&fleet).await;
