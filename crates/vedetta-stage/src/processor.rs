@@ -36,7 +36,7 @@ const LONGEST: Duration = Duration::from_secs(24 * 3600);
 const FRESH: u32 = 10;
 
 /// A stage that alone wants an entity waits for up to this part of the spread.
-const ALONE: u32 = 10;
+const ALONE: u32 = 20;
 
 /// What is due within that is waited for exactly. For longer an entity is not kept once it is read: somebody
 /// may save it.
@@ -174,7 +174,7 @@ impl<E: Entity, B: Backend<E>> Processor<E, B> {
     }
 
     /// An entity reaches each stage that wants it after a random delay: up to this if there are several, since begun
-    /// together they would often save over each other, and have to begin again; up to a tenth of it if there is one.
+    /// together they would often save over each other, and have to begin again; up to a twentieth of it if there is one.
     /// 10 ms unless said otherwise; with zero there are no delays.
     #[must_use]
     pub fn spread(mut self, spread: Duration) -> Self {

@@ -265,7 +265,7 @@ impl Table<Order> for Counted {
 
 #[tokio::test]
 async fn a_stage_with_room_is_handed_what_it_wants_as_the_system_stage_read_it() {
-    // At once, or after up to a tenth of that.
+    // At once, or after up to a twentieth of that.
     for spread in [Duration::ZERO, Duration::from_millis(10), Duration::from_millis(50)] {
         let world = Pg::new().await;
         let reads = Arc::new(AtomicUsize::new(0));
@@ -321,8 +321,8 @@ async fn what_a_stage_is_handed_begins_its_delay_after_it_was_sorted_and_not_bef
         let _ = tell.send(Instant::now());
         async { Ok(Visit::untouched()) }
     });
-    // As it is wanted by one stage only, up to a tenth of that: 10 ms.
-    let processor = suite::quick(orders).spread(Duration::from_millis(100));
+    // As it is wanted by one stage only, up to a twentieth of that: 10 ms.
+    let processor = suite::quick(orders).spread(Duration::from_millis(200));
     let processing = processor.stage(step).start().await.unwrap();
     let mut waits = Vec::new();
     for id in 1..=400 {

@@ -55,7 +55,7 @@ struct Args {
     #[arg(long, global = true, default_value_t = 30_000)]
     lease: u64,
     /// Two stages that want an order begin after random delays, up to so many milliseconds, and one alone up to a
-    /// tenth of that; without, they are handed it at once
+    /// twentieth of that; without, they are handed it at once
     #[arg(long, global = true, default_value_t = 10)]
     spread: u64,
     /// Divide the orders into so many shards: the same in every process

@@ -373,7 +373,7 @@ macro_rules! suite {
                 what_happens_to_a_run_is_told_as_it_happens
                 the_round_ends_when_stages_leave_the_order_as_it_is
                 every_stage_is_asked_and_those_that_want_it_get_it_after_a_random_delay
-                an_order_that_a_single_stage_wants_gets_there_after_a_random_part_of_a_tenth_of_the_spread
+                an_order_that_a_single_stage_wants_gets_there_after_a_random_part_of_a_twentieth_of_the_spread
                 after_short_delays_an_order_goes_through_its_stages_and_none_is_left_behind
                 without_a_spread_a_wanted_stage_is_due_at_once
                 an_untouched_order_comes_back_when_the_stage_says
