@@ -38,7 +38,7 @@ use vedetta_kv::{KvError, Store};
 use self::about::{Stats, of_cluster};
 use self::error::{Code, Error};
 use self::form::{Ask, unescape};
-use self::path::Path;
+use self::path::{Path, is_too_deep};
 use self::watch::Watch;
 use self::write::Verb;
 use crate::Endpoint;
@@ -127,10 +127,11 @@ async fn keys(api: &Api, path: Path, request: Request) -> Response {
 }
 
 async fn parse(path: Path, request: Request) -> Result<Ask, Error> {
-    if path.is_too_deep() {
+    let (head, body) = request.into_parts();
+    let named = usize::from(head.method == Method::POST);
+    if is_too_deep(path.depth() + named) {
         return Err(Error::request(Code::InvalidForm, "the path is too deep"));
     }
-    let (head, body) = request.into_parts();
     // It is here already, and not larger than the endpoint takes.
     let body = to_bytes(body, usize::MAX).await;
     let body = body.map_err(|error| Error::request(Code::InvalidForm, error.to_string()))?;

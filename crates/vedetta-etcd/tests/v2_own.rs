@@ -423,3 +423,47 @@ async fn a_large_directory_beside_others_is_listed() {
     assert_eq!((nodes.len(), &nodes[4_999]["key"]), (5_000, &"/l/big/4999".into()));
     server.end().await;
 }
+
+/// Every listing repeats the path of what it shows, so there is a deepest one, from wherever it is looked at.
+#[tokio::test]
+async fn a_path_is_as_deep_as_its_names_from_the_root_whatever_is_listed() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = Server::start(folder.path()).await;
+    let names = |count: usize| "/d".repeat(count);
+    let (deepest, above) = (names(512), names(511));
+    server.put(&deepest, "value=seen").await;
+    for from in ["", "/d/d", &above] {
+        let listed = server.get(&format!("{from}?recursive=true")).await;
+        assert!(listed.contains("\"value\":\"seen\""), "{} bytes", listed.len());
+    }
+    assert!(server.get(&above).await.contains("\"value\":\"seen\""));
+    let refused = async |method: &str, path: &str| {
+        let (status, body) = server.ask(method, path, "value=1").await;
+        assert_eq!(status, 400, "{method} {body}");
+        assert!(body.contains("\"errorCode\":210"), "{method} {body}");
+    };
+    for method in ["GET", "PUT", "POST", "DELETE"] {
+        refused(method, &names(513)).await;
+    }
+
+    // A directory at the end, in which only v3 can put something.
+    let (status, _) = server.ask("DELETE", &deepest, "").await;
+    assert_eq!(status, 200);
+    server.store.put(Put::new(names(513), "unseen")).await.unwrap();
+    for from in ["", "/d/d", &above, &deepest] {
+        for query in ["", "?recursive=true"] {
+            let listed = server.get(&format!("{from}{query}")).await;
+            assert!(listed.starts_with("{\"action\":\"get\""), "{listed}");
+            assert!(!listed.contains("unseen"), "{} bytes from {query:?}", from.len());
+        }
+    }
+    let listed = server.get(&above).await;
+    assert!(listed.contains(&format!("{{\"key\":\"{deepest}\",\"dir\":true,")), "{listed}");
+    refused("POST", &deepest).await;
+    let (status, body) = server.ask("POST", &above, "value=1").await;
+    assert_eq!(status, 201, "{body}");
+    let made: serde_json::Value = serde_json::from_str(&body).unwrap();
+    let (status, _) = server.ask("GET", made["node"]["key"].as_str().unwrap(), "").await;
+    assert_eq!(status, 200, "what is made can be read");
+    server.end().await;
+}

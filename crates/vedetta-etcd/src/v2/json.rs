@@ -5,7 +5,7 @@ use std::io::Write as _;
 use bytes::Bytes;
 use vedetta_kv::KeyValue;
 
-use super::path::{Path, is_hidden, is_name, may_go_deeper};
+use super::path::{Path, is_hidden, is_name, is_too_deep};
 use super::ttl::Expiry;
 
 /// What happened to a node, or what it is.
@@ -74,7 +74,7 @@ pub(crate) fn listing(
     let any = fields.any;
     let mut open =
         vec![Open { length: node.path.bytes().len(), any, children: false, created: node.created }];
-    let top = node.path.bytes().len() + 1;
+    let (top, depth) = (node.path.bytes().len() + 1, node.path.depth());
     let mut previous: &[u8] = &[];
     for (place, key) in keys.iter().enumerate() {
         let name = key.key();
@@ -89,7 +89,7 @@ pub(crate) fn listing(
         previous = name;
         let next = keys.get(place + 1).map(KeyValue::key);
         let mut start = open.last().map_or(top, |dir| dir.length + 1);
-        while open.len() == 1 || deep && may_go_deeper(open.len()) {
+        while (deep || open.len() == 1) && !is_too_deep(depth + open.len()) {
             let end = name[start..].iter().position(|&byte| byte == b'/').map(|at| start + at);
             let segment = &name[start..end.unwrap_or(name.len())];
             if !is_name(segment) || is_hidden(segment) {

@@ -40,15 +40,16 @@ impl Path {
         let rest = path.strip_prefix(b"/")?;
         let named = rest.split(|&byte| byte == b'/').all(is_name);
         let path = Self(Bytes::copy_from_slice(path));
-        (named && !path.is_too_deep()).then_some((path, dir))
+        (named && !is_too_deep(path.depth())).then_some((path, dir))
     }
 
     pub(crate) fn is_root(&self) -> bool {
         self.0.is_empty()
     }
 
-    pub(crate) fn is_too_deep(&self) -> bool {
-        self.0.split(|&byte| byte == b'/').count() > DEEPEST + 1
+    /// How many names it has; the root has none.
+    pub(crate) fn depth(&self) -> usize {
+        self.0.split(|&byte| byte == b'/').skip(1).count()
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
@@ -106,9 +107,9 @@ pub(crate) fn is_name(segment: &[u8]) -> bool {
     !matches!(segment, b"" | b"." | b"..")
 }
 
-/// Whether a directory may have others in it, given how many it is in.
-pub(crate) fn may_go_deeper(depth: usize) -> bool {
-    depth < DEEPEST
+/// Whether a path of so many names is one too many to be a node's.
+pub(crate) fn is_too_deep(depth: usize) -> bool {
+    depth > DEEPEST
 }
 
 /// Names that begin so are left out unless asked for.
