@@ -5,18 +5,21 @@
 //!
 //! What a transaction of ours locks, it locks in this order: records of stages, entities, records of the system
 //! stage; and of each the smaller ids first. One that meets another order, as a user's may, is done again
-//! if PostgreSQL finds the two waiting for each other. Nobody waits long for an entity that somebody keeps
-//! locked: its record is given back, and the others are saved. And nobody waits long for one of us who stalls
-//! within a transaction: the server ends it, and it saves nothing. Who goes on saves what it has locked, however
-//! long that takes: a record that is locked is nobody else's to claim.
+//! if PostgreSQL finds the two waiting for each other. Nobody waits long for what somebody keeps locked: if it is an
+//! entity, its record is given back, and the others are saved; if it is a record, it is settled when it can be, and
+//! the others at once. And nobody waits long for one of us who stalls within a transaction: the server ends it, and
+//! it saves nothing. Who goes on saves what it has locked, however long that takes: a record that is locked is nobody
+//! else's to claim.
 //!
 //! A claim does not wait for the disk: a claim lost with the server is as if it had not been made.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use tokio::time::sleep;
 use tokio_util::task::AbortOnDropHandle;
 use vedetta_core::explain;
@@ -25,7 +28,7 @@ use vedetta_db::Schema;
 use vedetta_db::postgres::tokio_postgres::error::SqlState;
 use vedetta_db::postgres::tokio_postgres::types::{FromSql, ToSql};
 use vedetta_db::postgres::tokio_postgres::{Error, Row};
-use vedetta_db::postgres::{GenericClient, Heard, Postgres, PostgresError, Transaction};
+use vedetta_db::postgres::{Client, GenericClient, Heard, Postgres, PostgresError, Transaction};
 use vedetta_runtime::Ear;
 
 use crate::entities::{Checked, Entities, distinct, next_versions, not_saved};
@@ -82,6 +85,9 @@ const LONG: Duration = Duration::from_millis(500);
 /// So often a transaction in the hands of a table is looked at.
 const LOOK: Duration = Duration::from_millis(50);
 
+/// A record that is kept locked is looked at again after so long, if nothing is heard of it.
+const LATER: Duration = Duration::from_secs(1);
+
 /// On it goes which lane has something new, and who said so.
 const CHANNEL: &str = "vedetta_stage";
 
@@ -125,7 +131,7 @@ const ENQUEUE_AND_TELL: &str = concat!(
 /// which then go, unless something was written to them. The others' records come first, see above. Those with
 /// a token of their own are held under it at once, unless they are there already.
 /// If the server forgets this, the record of the system stage is still there: the commit need not reach the
-/// disk.
+/// disk. No lock is waited for longer than two seconds.
 const SORT: &str = concat!(
     "WITH sorted AS (",
     enqueue!(
@@ -134,9 +140,10 @@ const SORT: &str = concat!(
           FROM unnest($2::integer[], $3::text[], $4::integer[], $5::bigint[], $6::bigint[],
                       $10::bigint[], $11::bigint[])
                AS u (lane, id, shard, delay, token, hold, lease)
-          WHERE EXISTS (SELECT FROM vedetta_stage_record h
-                        WHERE h.lane = $1 AND h.id = u.id AND h.token = u.token
-                              AND h.held_until > now())) AS u"
+          WHERE (SELECT set_config('lock_timeout', '2s', true)) IS NOT NULL
+                AND EXISTS (SELECT FROM vedetta_stage_record h
+                            WHERE h.lane = $1 AND h.id = u.id AND h.token = u.token
+                                  AND h.held_until > now())) AS u"
     ),
     " RETURNING token),
     removed AS (
@@ -181,24 +188,43 @@ const NEXT_DUE: &str = "
         WHERE lane = $1 AND shard = s.shard AND due_at IS NOT NULL ORDER BY due_at LIMIT 1
     ) AS next";
 
+/// What is locked is waited for up to a sixth of the lease, so that there is time to keep the others.
 const KEEP: &str = "
     UPDATE vedetta_stage_record SET
         held_until = now() + $4::bigint * interval '1 microsecond',
         due_at = now() + $4::bigint * interval '1 microsecond'
     WHERE lane = $1 AND id = ANY ($2) AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE
+          AND (SELECT set_config('lock_timeout',
+                      greatest(1, least(2000, $4::bigint / 6000))::text, true)) IS NOT NULL
           AND held_until > now()
     RETURNING token";
 
+/// What is held for a while yet, kept or not.
+const IS_KEPT: &str = "
+    SELECT token FROM vedetta_stage_record
+    WHERE lane = $1 AND id = ANY ($2) AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE
+          AND held_until > now() + $4::bigint / 2 * interval '1 microsecond'";
+
+/// The ids of those records that somebody else keeps locked.
+const FIND_LOCKED: &str = "
+    WITH wanted AS (SELECT lane, id FROM unnest($1::integer[], $2::text[]) AS u (lane, id)),
+    free AS (
+        SELECT r.lane, r.id FROM vedetta_stage_record r JOIN wanted USING (lane, id)
+        FOR UPDATE OF r SKIP LOCKED)
+    SELECT r.id FROM vedetta_stage_record r JOIN wanted USING (lane, id)
+    WHERE (r.lane, r.id) NOT IN (SELECT lane, id FROM free)";
+
 /// Locks what is still held; until the end of the transaction nobody else can claim it, and its token is all that need
-/// be asked for. From here on the transaction waits for nobody longer than that; nor does the server for us: five
-/// seconds, or half of what is left of the lease. So a failure to go on can be noted before it is over. Zero would
-/// be for ever.
+/// be asked for. From here on the transaction waits for nobody longer than two seconds, or a quarter of what is left
+/// of the lease; nor does the server for us: five seconds, or half of it. So a failure to go on can be noted before it
+/// is over. Zero would be for ever.
 const HOLD: &str = "
     SELECT token FROM vedetta_stage_record
     WHERE lane = $1 AND id = ANY ($2) AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE
           AND held_until > clock_timestamp()
-          AND (SELECT set_config('lock_timeout', '2s', true)) IS NOT NULL
-          AND (SELECT set_config('idle_in_transaction_session_timeout', greatest(1, least(5000,
+          AND (SELECT set_config('lock_timeout', greatest(1, least(2000,
+                      ceil(250 * extract(epoch FROM min(held_until) - now()))))::bigint::text, true)
+                   || set_config('idle_in_transaction_session_timeout', greatest(1, least(5000,
                       ceil(500 * extract(epoch FROM max(held_until) - now()))))::bigint::text, true)
                FROM vedetta_stage_record WHERE lane = $1 AND id = ANY ($2)
                     AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE
@@ -208,10 +234,12 @@ const HOLD: &str = "
 /// The same of who changes entities without holding their records.
 const BE_QUICK: &str = "SELECT set_config('idle_in_transaction_session_timeout', '5s', true)";
 
-/// Of these three the last parameter says that the records are locked.
+/// Of these three the last parameter says that the records are locked; if they are not, none is waited for longer than
+/// two seconds.
 const REMOVE: &str = "
     DELETE FROM vedetta_stage_record
     WHERE lane = $1 AND id = ANY ($2) AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE
+          AND (SELECT set_config('lock_timeout', '2s', true)) IS NOT NULL
           AND ($4 OR held_until > clock_timestamp())
           AND version = seen
     RETURNING token";
@@ -221,6 +249,7 @@ const REMAIN: &str = "
     UPDATE vedetta_stage_record SET
         held_until = NULL, due_at = visit_at, failures = 0, error = NULL, not_before = '-infinity'
     WHERE lane = $1 AND id = ANY ($2) AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE
+          AND (SELECT set_config('lock_timeout', '2s', true)) IS NOT NULL
           AND ($4 OR held_until > clock_timestamp())
     RETURNING token, extract(epoch FROM due_at - clock_timestamp())::float8";
 
@@ -245,6 +274,7 @@ const MOVE: &str = "
     FROM unnest($2::text[], $3::bigint[], $4::text[], $5::bigint[], $6::bigint[], $7::text[],
                 $8::boolean[]) AS u (id, token, kind, after, not_before, error, park)
     WHERE r.lane = $1 AND r.id = u.id AND r.token = u.token
+          AND (SELECT set_config('lock_timeout', '2s', true)) IS NOT NULL
           AND ($9 OR r.held_until > clock_timestamp())
     RETURNING r.token, extract(epoch FROM r.due_at - clock_timestamp())::float8";
 
@@ -253,9 +283,13 @@ const MOVE: &str = "
 pub struct Records {
     db: Postgres,
     bells: Arc<Bells>,
+    put_off: Arc<PutOff>,
     /// Rings them for what others do, as long as somebody is left to hear it.
     _listener: Arc<AbortOnDropHandle<()>>,
 }
+
+/// What somebody kept locked, by lanes, and what is to become of it when they let go. Who claims settles it.
+type PutOff = Mutex<HashMap<Lane, Vec<(Claim, Fate)>>>;
 
 /// Wakes who works a lane.
 struct Bells {
@@ -352,13 +386,34 @@ impl Records {
                 rung.heard(&listener.next().await);
             }
         });
-        Self { db, bells, _listener: Arc::new(AbortOnDropHandle::new(listener)) }
+        let listener = Arc::new(AbortOnDropHandle::new(listener));
+        Self { db, bells, put_off: Arc::default(), _listener: listener }
     }
 
     /// The database.
     pub fn db(&self) -> &Postgres {
         &self.db
     }
+}
+
+/// Of these, those that somebody keeps locked.
+async fn find_locked(
+    db: &impl GenericClient,
+    records: impl IntoIterator<Item = (Lane, &str)>,
+) -> Result<HashSet<String>, Error> {
+    let (lanes, ids): (Vec<i32>, Vec<&str>) =
+        records.into_iter().map(|(lane, id)| (lane.0, id)).unzip();
+    Ok(query::<String>(db, FIND_LOCKED, &[&lanes, &ids]).await?.into_iter().collect())
+}
+
+async fn keep(
+    db: &impl GenericClient,
+    lane: Lane,
+    held: &[&Claim],
+    lease: Duration,
+) -> Result<Vec<i64>, StageError> {
+    let (ids, tokens) = columns(held.iter().copied());
+    Ok(query(db, KEEP, &[&lane.0, &ids, &tokens, &micros(lease)]).await?)
 }
 
 /// What became of records, by the tokens of their claims.
@@ -481,6 +536,8 @@ impl crate::record::Records for Records {
             return Ok(Claimed { claims: Vec::new(), rest: Some(Duration::MAX) });
         }
         let client = self.db.client().await?;
+        // If this fails, they come back when their leases are over.
+        let _ = self.settle_put_off(&client, lane).await;
         let all: Vec<i32> = shards.iter().map(|shard| i32::from(*shard)).collect();
         // With fewer places than shards, chance decides which of those that have something due have a turn.
         let turns = i64::from(room).min(i64::try_from(all.len()).unwrap_or(i64::MAX));
@@ -521,12 +578,25 @@ impl crate::record::Records for Records {
         lease: Duration,
     ) -> Result<Vec<Kept>, StageError> {
         let client = self.db.client().await?;
-        let (ids, tokens) = columns(held.iter().copied());
-        let params: [&(dyn ToSql + Sync); 4] = [&lane.0, &ids, &tokens, &micros(lease)];
-        let kept: Vec<i64> = query(&client, KEEP, &params).await?;
+        let kept = match keep(&client, lane, held, lease).await {
+            // They must not cost the others their leases. They are asked for again before their own are over.
+            Err(error) if is_locked(&error) => {
+                let locked = held.iter().map(|claim| (lane, &*claim.id));
+                let locked = find_locked(&client, locked).await?;
+                let (locked, free): (Vec<&Claim>, Vec<&Claim>) =
+                    held.iter().partition(|claim| locked.contains(&*claim.id));
+                let mut kept = keep(&client, lane, &free, lease).await?;
+                let (ids, tokens) = columns(locked);
+                let params: [&(dyn ToSql + Sync); 4] = [&lane.0, &ids, &tokens, &micros(lease)];
+                kept.extend(query::<i64>(&client, IS_KEPT, &params).await?);
+                kept
+            }
+            kept => kept?,
+        };
         let kept: HashSet<i64> = kept.into_iter().collect();
-        let answer = |token| if kept.contains(token) { Kept::Ours } else { Kept::Lost };
-        Ok(tokens.iter().map(answer).collect())
+        let tokens = held.iter().map(|claim| claim.token);
+        let answer = |token| if kept.contains(&token) { Kept::Ours } else { Kept::Lost };
+        Ok(tokens.map(answer).collect())
     }
 
     async fn settle(&self, lane: Lane, ends: &[(Claim, Fate)]) -> Result<Vec<Settled>, StageError> {
@@ -649,7 +719,11 @@ impl Records {
         ended: &mut Ended,
     ) -> Result<(), StageError> {
         let client = self.db.client().await?;
-        match settle(&client, lane, ends, false, ended).await.map_err(StageError::from) {
+        let mut settled = settle(&client, lane, ends, false, ended).await.map_err(StageError::from);
+        if settled.as_ref().is_err_and(is_locked) {
+            settled = self.settle_free(&client, lane, ends, ended).await;
+        }
+        match settled {
             Ok(()) => {}
             Err(error) if error.is_transient() || ends.len() == 1 => return Err(error),
             // One that cannot be settled must not hold up the others: its lease will lapse.
@@ -664,6 +738,10 @@ impl Records {
                         if error.is_transient() {
                             return Err(error);
                         }
+                        if is_locked(&error) {
+                            self.put_off(lane, [*end], ended);
+                            continue;
+                        }
                         let why = explain(&error);
                         tracing::error!(id = &*end.0.id, error = why, "cannot be settled");
                         ended.insert(token, Settled::Stale);
@@ -674,6 +752,59 @@ impl Records {
         if gives_back(ends) {
             self.bells.ring(lane);
             self.tell(&client, lane).await?;
+        }
+        Ok(())
+    }
+
+    /// Settles those that nobody keeps locked, and puts off the others.
+    async fn settle_free(
+        &self,
+        client: &Client,
+        lane: Lane,
+        ends: &[(&Claim, &Fate)],
+        ended: &mut Ended,
+    ) -> Result<(), StageError> {
+        let left = ends.iter().filter(|(claim, _)| !ended.contains_key(&claim.token));
+        let left: Vec<_> = left.copied().collect();
+        let locked = left.iter().map(|(claim, _)| (lane, &*claim.id));
+        let locked = find_locked(client, locked).await?;
+        let (locked, free): (Vec<_>, Vec<_>) =
+            left.into_iter().partition(|(claim, _)| locked.contains(&*claim.id));
+        self.put_off(lane, locked, ended);
+        match settle(client, lane, &free, false, ended).await.map_err(StageError::from) {
+            Err(error) if is_locked(&error) => {
+                self.put_off(lane, free, ended);
+                Ok(())
+            }
+            settled => settled,
+        }
+    }
+
+    /// Has what is not settled wait until it is no longer locked. It is answered as due again, since it may be: who
+    /// has locked it is about to write to it.
+    fn put_off<'e>(
+        &self,
+        lane: Lane,
+        ends: impl IntoIterator<Item = (&'e Claim, &'e Fate)>,
+        ended: &mut Ended,
+    ) {
+        let mut put_off = self.put_off.lock();
+        for (claim, fate) in ends {
+            if let Entry::Vacant(entry) = ended.entry(claim.token) {
+                entry.insert(Settled::Again(LATER));
+                put_off.entry(lane).or_default().push((claim.clone(), fate.clone()));
+            }
+        }
+    }
+
+    /// Settles what was put off, as far as nobody keeps it locked any more. Its leases are not prolonged: what lapses
+    /// meanwhile is done again.
+    async fn settle_put_off(&self, client: &Client, lane: Lane) -> Result<(), StageError> {
+        let Some(ends) = self.put_off.lock().remove(&lane) else { return Ok(()) };
+        let ends: Vec<_> = ends.iter().map(|(claim, fate)| (claim, fate)).collect();
+        self.settle_free(client, lane, &ends, &mut Ended::new()).await?;
+        if gives_back(&ends) {
+            self.tell(client, lane).await?;
         }
         Ok(())
     }
@@ -723,6 +854,12 @@ fn is_locked(error: &StageError) -> bool {
 fn stood_in_the_way(error: &StageError) -> bool {
     let StageError::Unavailable(cause) = error else { return false };
     cause.downcast_ref().is_some_and(PostgresError::stood_in_the_way)
+}
+
+/// How it ends if it cannot go where it is to go.
+fn unsorted<E>(ending: &Ending<E>) -> (&Claim, &Fate) {
+    let fate = if ending.visits.is_empty() { &ending.fate } else { &Fate::Released };
+    (&ending.claim, fate)
 }
 
 /// What was given back may be taken by others at once.
@@ -926,7 +1063,12 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
         let mut ends: Vec<_> = endings.iter().map(|ending| (&ending.claim, &ending.fate)).collect();
         let (mut ended, mut held) = (Ended::with_capacity(ends.len()), HashSet::new());
         if endings.iter().any(|ending| !ending.visits.is_empty()) {
-            held = self.sort(lane, endings, &mut ended).await?;
+            held = match self.sort(lane, endings, &mut ended).await {
+                Err(error) if is_locked(&error) => {
+                    self.sort_free(lane, endings, &mut ended).await?
+                }
+                sorted => sorted?,
+            };
             ends.retain(|(claim, _)| !ended.contains_key(&claim.token));
         }
         let mut lost = String::new();
@@ -940,6 +1082,32 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
             None => Err(Unsettled::Lost(lost.clone())),
         };
         Ok((endings.iter().map(answer).collect(), held))
+    }
+
+    /// [`Self::sort`] for those of which nobody keeps a record locked. The others are to be asked about again.
+    async fn sort_free(
+        &self,
+        lane: Lane,
+        endings: &[&Ending<E>],
+        ended: &mut Ended,
+    ) -> Result<HashSet<i64>, StageError> {
+        let lanes = |ending: &Ending<E>| -> Vec<Lane> {
+            ending.visits.iter().map(|going| going.lane).chain([lane]).collect()
+        };
+        let all = endings
+            .iter()
+            .flat_map(|ending| lanes(ending).into_iter().map(|lane| (lane, &*ending.claim.id)));
+        let locked = find_locked(&self.records.db.client().await?, all).await?;
+        let (locked, free): (Vec<&Ending<E>>, Vec<&Ending<E>>) =
+            endings.iter().partition(|ending| locked.contains(&*ending.claim.id));
+        self.records.put_off(lane, locked.into_iter().map(unsorted), ended);
+        match self.sort(lane, &free, ended).await {
+            Err(error) if is_locked(&error) => {
+                self.records.put_off(lane, free.into_iter().map(unsorted), ended);
+                Ok(HashSet::new())
+            }
+            sorted => sorted,
+        }
     }
 
     /// Enqueues entities where they are to go, and removes records that may go. Which tokens are held.
@@ -1004,8 +1172,8 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
     }
 
     /// Each in a transaction of its own, as what could not be done for all may be the matter of one. None is tried
-    /// any more once the database is away, nor after one that let it wait: meanwhile the others would lose
-    /// their leases, so that one is to be noted first.
+    /// any more once the database is away, nor after one that let it wait, or that it waited for: meanwhile the others
+    /// would lose their leases, so that one is to be noted first.
     async fn settle_each(
         &self,
         lane: Lane,
@@ -1019,7 +1187,10 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
                 continue;
             }
             let mut tried = caught(self.settle_saving(lane, &[ending])).await;
-            if tried.as_ref().is_err_and(is_locked) {
+            if let Err(error) = &tried
+                && is_locked(error)
+            {
+                lost = Some(explain(error));
                 let given_back = [(ending.claim.clone(), Fate::Released)];
                 let settled = self.records.settle(lane, &given_back).await;
                 tried = settled.map(|_| vec![Saved::Conflict]);

@@ -11,7 +11,7 @@ use suite::{Ask, HOUR, ORDERS, Order, OrderId, Step, World, eventually, held, st
 use testing::postgres::Server;
 use tokio::sync::{Mutex, Semaphore};
 use tokio::time::Instant;
-use vedetta_core::queue::Settled;
+use vedetta_core::queue::{Kept, Settled};
 use vedetta_db::Schema;
 use vedetta_db::postgres::tokio_postgres::{Error, Row};
 use vedetta_db::postgres::{GenericClient, Postgres, Transaction};
@@ -920,6 +920,173 @@ async fn an_order_that_somebody_keeps_locked_holds_up_no_other() {
     world.rests().await;
     assert_eq!(world.get(1).await.state, "packed");
     assert_eq!(status(&processing, "packing").pull.flow.failed, 0);
+}
+
+#[tokio::test]
+async fn several_orders_that_somebody_keeps_locked_cost_no_other_its_lease() {
+    let world = Pg::new().await;
+    world.create((1..=9).map(Order::new).collect()).await.unwrap();
+    let neighbour = world.neighbour().await;
+    let mut client = neighbour.db().client().await.unwrap();
+    let theirs = client.transaction().await.unwrap();
+    theirs.execute("SELECT FROM orders WHERE id <= 3 FOR UPDATE", &[]).await.unwrap();
+
+    let (step, mut runs) = held(Step::new("packing").when("new"));
+    let processor = world.processor().lease(Duration::from_secs(4));
+    let processing = processor.stage(step).start().await.unwrap();
+    let mut begun = Vec::new();
+    while begun.len() < 9 {
+        begun.push(runs.next().await);
+    }
+    begun.sort_by_key(|run| run.order.id);
+    begun.into_iter().for_each(|run| run.makes("packed"));
+    for id in 4..=9 {
+        eventually("the others are saved", async || world.get(id).await.state == "packed").await;
+    }
+    assert_eq!(world.get(3).await.state, "new");
+    let status = status(&processing, "packing");
+    assert_eq!((status.pull.flow.stale, status.pull.flow.failed), (0, 0));
+    theirs.rollback().await.unwrap();
+    processing.stop(Duration::ZERO).await;
+}
+
+#[tokio::test]
+async fn after_an_order_that_is_locked_the_rest_of_its_batch_is_asked_for_again() {
+    let world = Pg::new().await;
+    let (lane, endings) = packed(&world, [1, 2, 3], HOUR).await;
+    let neighbour = world.neighbour().await;
+    let mut client = neighbour.db().client().await.unwrap();
+    let theirs = client.transaction().await.unwrap();
+    theirs.execute("SELECT FROM orders WHERE id = 2 FOR UPDATE", &[]).await.unwrap();
+    let saved = world.orders.settle(lane, endings.clone()).await.unwrap().saved;
+    assert_eq!(saved[..2], [Ok(Saved::Settled(Settled::Gone)), Ok(Saved::Conflict)]);
+    assert!(matches!(saved[2], Err(Unsettled::Lost(_))), "{saved:?}");
+    let left = world.orders.settle(lane, endings[2..].to_vec()).await.unwrap().saved;
+    assert_eq!(left, [Ok(Saved::Settled(Settled::Gone))]);
+}
+
+/// Stalls once before it reads.
+struct Stalling {
+    stall: Arc<Stall>,
+    has_stalled: AtomicBool,
+}
+
+impl Table<Order> for Stalling {
+    async fn load(&self, db: &impl GenericClient, ids: &[OrderId]) -> Result<Vec<Order>, Error> {
+        if !self.has_stalled.swap(true, Ordering::Relaxed) {
+            self.stall.is_reached.add_permits(1);
+            self.stall.is_over.acquire().await.unwrap().forget();
+        }
+        Orders.load(db, ids).await
+    }
+
+    async fn save(
+        &self,
+        tx: &Transaction<'_>,
+        order: &Order,
+        read: Version,
+    ) -> Result<bool, Error> {
+        Orders.save(tx, order, read).await
+    }
+}
+
+#[tokio::test]
+async fn an_order_that_somebody_is_about_to_change_holds_up_no_other_in_the_system_stage() {
+    for is_committed in [true, false] {
+        let world = Pg::new().await;
+        let neighbour = world.neighbour().await;
+        world.create((1..=9).map(Order::new).collect()).await.unwrap();
+        let (stall, has_stalled) = (Stall::new(), AtomicBool::new(false));
+        let table = Stalling { stall: Arc::clone(&stall), has_stalled };
+        let orders = Entities::new(world.records().clone(), ORDERS, table).await.unwrap();
+        let step = Step::new("packing").when("new").makes("packed");
+        let processor = suite::quick(orders).lease(HOUR).stage(step);
+        let processing = processor.start().await.unwrap();
+
+        // All of them are claimed. Now one is about to be changed, and that takes its time.
+        stall.is_reached().await;
+        let mut client = neighbour.db().client().await.unwrap();
+        let theirs = client.transaction().await.unwrap();
+        let mut order = Orders.load(&theirs, &[OrderId(1)]).await.unwrap().remove(0);
+        neighbour.orders.entity_updated(&theirs, &mut order).await.unwrap();
+        stall.is_over();
+        for id in 2..=9 {
+            eventually("the others are packed", async || world.get(id).await.state == "packed")
+                .await;
+        }
+        world.create((10..=12).map(Order::new).collect()).await.unwrap();
+        for id in 10..=12 {
+            eventually("those that come, too", async || world.get(id).await.state == "packed")
+                .await;
+        }
+        assert_eq!(world.get(1).await.state, "new");
+        if is_committed {
+            theirs.commit().await.unwrap();
+        } else {
+            theirs.rollback().await.unwrap();
+        }
+        // Long before its lease is over.
+        world.rests().await;
+        assert_eq!(world.get(1).await.state, "packed");
+        assert_eq!(status(&processing, SYSTEM).pull.flow.stale, 0);
+        assert_eq!(status(&processing, SYSTEM).pull.trouble, None);
+        processing.stop(HOUR).await;
+    }
+}
+
+#[tokio::test]
+async fn what_is_to_become_of_a_locked_record_becomes_of_it_when_it_is_free() {
+    let world = Pg::new().await;
+    let neighbour = world.neighbour().await;
+    let (lane, endings) = packed(&world, [1, 2, 3], HOUR).await;
+    let fates = [Fate::Gone, Fate::Gone, Fate::Visit(HOUR)];
+    let ends: Vec<_> = endings.into_iter().map(|ending| ending.claim).zip(fates).collect();
+    let mut client = neighbour.db().client().await.unwrap();
+    let theirs = client.transaction().await.unwrap();
+    let write = "UPDATE vedetta_stage_record SET version = version + 1
+                 WHERE lane = (SELECT lane FROM vedetta_stage_lane WHERE stage = 'packing')
+                       AND id = 'order-1'";
+    let lock = "SELECT FROM vedetta_stage_record WHERE id = 'order-3' FOR UPDATE";
+    theirs.execute(write, &[]).await.unwrap();
+    theirs.execute(lock, &[]).await.unwrap();
+
+    let records = world.records();
+    let settled = testing::soon("nobody waits for ever", records.settle(lane, &ends)).await;
+    let settled = settled.unwrap();
+    assert!(
+        matches!(settled[..], [Settled::Again(_), Settled::Gone, Settled::Again(_)]),
+        "{settled:?}"
+    );
+    assert!(records.claim(lane, &[0], 9, HOUR).await.unwrap().claims.is_empty());
+    assert_eq!(world.counts("packing").await.held, 2);
+    theirs.commit().await.unwrap();
+    let claimed = records.claim(lane, &[0], 9, HOUR).await.unwrap().claims;
+    assert_eq!(suite::ids(&claimed), ["order-1"], "something was written to it");
+    let record = world.record("packing", 3).await.expect("it is wanted later");
+    assert!(!record.is_held && suite::about(record.due_in, HOUR), "{record:?}");
+}
+
+#[tokio::test]
+async fn a_record_that_is_locked_costs_no_other_its_lease() {
+    let world = Pg::new().await;
+    let neighbour = world.neighbour().await;
+    let (lane, endings) = packed(&world, [1, 2], HOUR).await;
+    let mut client = neighbour.db().client().await.unwrap();
+    let theirs = client.transaction().await.unwrap();
+    let lock = "SELECT FROM vedetta_stage_record WHERE id = 'order-1' FOR UPDATE";
+    theirs.execute(lock, &[]).await.unwrap();
+
+    let held: Vec<&Claim> = endings.iter().map(|ending| &ending.claim).collect();
+    // The locked one has an hour, which is enough to ask again, or is not.
+    for (lease, expected) in [(HOUR, Kept::Ours), (3 * HOUR, Kept::Lost)] {
+        let keeping = world.records().keep(lane, &held, lease);
+        let kept = testing::soon("nobody waits for ever", keeping).await.unwrap();
+        assert_eq!(kept, [expected, Kept::Ours], "{lease:?}");
+    }
+    let sql = "SELECT held_until > now() + interval '2 hours' FROM vedetta_stage_record
+               WHERE id = 'order-2' AND held_until IS NOT NULL";
+    let row = world.db().client().await.unwrap().query_one(sql, &[]).await.unwrap();
+    assert!(row.get::<_, bool>(0), "it is kept");
 }
 
 #[tokio::test]
