@@ -979,30 +979,48 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
         let mut tried: HashMap<String, Version> = HashMap::new();
         let mut client = self.records.db.client().await?;
         while !left.is_empty() {
-            let tx = client.transaction().await?;
-            let mut changed: Vec<(E, Version)> = Vec::with_capacity(left.len());
-            for mut entity in self.table.load(&tx, &left).await? {
-                let (id, read) = (entity.id().to_string(), entity.version());
-                // Nobody else saved it, so it would be the same again and again.
-                if tried.insert(id, read) == Some(read) {
-                    return Err(not_saved(&entity));
-                }
-                change(&mut entity);
-                entity.set_version(read.next());
-                changed.push((entity, read));
-            }
-            changed.sort_by_cached_key(|(entity, _)| entity.id().to_string());
-            let saved = self.save_in(tx, &changed).await?;
+            let once = self.update_once(&mut client, &left, &change, &tried).await;
+            let (changed, saved) = match once {
+                Err(error) if stood_in_the_way(&error) => continue,
+                once => once?,
+            };
             left.clear();
-            for ((entity, _), saved) in changed.into_iter().zip(saved) {
+            for ((entity, read), saved) in changed.into_iter().zip(saved) {
                 if saved {
                     updated.push(entity);
                 } else {
+                    tried.insert(entity.id().to_string(), read);
                     left.push(entity.id());
                 }
             }
         }
         Ok(updated)
+    }
+
+    /// Reads, changes and saves them in one transaction. What it made of them, with the versions that were read, and
+    /// which are saved. One that was `tried` on the version that it still has is not tried again.
+    async fn update_once(
+        &self,
+        client: &mut Client,
+        ids: &[E::Id],
+        change: &(impl Fn(&mut E) + Send + Sync),
+        tried: &HashMap<String, Version>,
+    ) -> Result<(Vec<(E, Version)>, Vec<bool>), StageError> {
+        let tx = client.transaction().await?;
+        let mut changed: Vec<(E, Version)> = Vec::with_capacity(ids.len());
+        for mut entity in self.table.load(&tx, ids).await? {
+            let read = entity.version();
+            // Nobody else saved it, so it would be the same again and again.
+            if tried.get(&entity.id().to_string()) == Some(&read) {
+                return Err(not_saved(&entity));
+            }
+            change(&mut entity);
+            entity.set_version(read.next());
+            changed.push((entity, read));
+        }
+        changed.sort_by_cached_key(|(entity, _)| entity.id().to_string());
+        let saved = self.save_in(tx, &changed).await?;
+        Ok((changed, saved))
     }
 
     /// Saves an entity if its row still has the version `read`, whatever version it has itself.
@@ -1025,7 +1043,12 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
             .collect();
         let (indexes, changed): (Vec<usize>, Vec<(E, Version)>) = by_id.into_values().unzip();
         let mut client = self.records.db.client().await?;
-        let saved = self.save_in(client.transaction().await?, &changed).await?;
+        let saved = loop {
+            match self.save_in(client.transaction().await?, &changed).await {
+                Err(error) if stood_in_the_way(&error) => {}
+                saved => break saved?,
+            }
+        };
         for ((index, (entity, _)), saved) in indexes.into_iter().zip(changed).zip(saved) {
             if saved {
                 answers[index] = Checked::Saved(entity);

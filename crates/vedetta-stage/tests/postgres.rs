@@ -1089,6 +1089,53 @@ async fn a_record_that_is_locked_costs_no_other_its_lease() {
     assert!(row.get::<_, bool>(0), "it is kept");
 }
 
+/// What comes of `ours` if somebody else locks first what it locks last, and the other way round.
+async fn crossed<T>(world: &Pg, first: &str, last: &str, ours: impl Future<Output = T>) -> T {
+    let mut client = world.db().client().await.unwrap();
+    let theirs = client.transaction().await.unwrap();
+    // So PostgreSQL ends ours.
+    theirs.batch_execute("SET LOCAL deadlock_timeout = '1h'").await.unwrap();
+    theirs.batch_execute(last).await.unwrap();
+    let theirs = async {
+        somebody_waits(world).await;
+        theirs.batch_execute(first).await.unwrap();
+        theirs.commit().await.unwrap();
+    };
+    testing::soon("both are done", async { tokio::join!(ours, theirs) }).await.0
+}
+
+#[tokio::test]
+async fn a_change_that_was_ended_for_a_deadlock_is_done_again() {
+    let world = Pg::new().await;
+    // Time to get into it.
+    let patient = "DO $$ BEGIN EXECUTE format(
+        'ALTER DATABASE %I SET deadlock_timeout = 2000', current_database()); END $$";
+    world.db().client().await.unwrap().batch_execute(patient).await.unwrap();
+    let neighbour = world.neighbour().await;
+    let ids = [1, 2].map(OrderId);
+    world.create([1, 2].map(Order::new).to_vec()).await.unwrap();
+    let [order_1, order_2] =
+        [1, 2].map(|id| format!("SELECT FROM orders WHERE id = {id} FOR UPDATE"));
+    let record_1 = "SELECT FROM vedetta_stage_record WHERE id = 'order-1' FOR UPDATE";
+
+    let updated = neighbour.orders.update_all(&ids, |order| order.marks.push("all".into()));
+    let updated = crossed(&world, &order_1, &order_2, Box::pin(updated)).await.unwrap();
+    assert_eq!(updated.len(), 2);
+    // As who enqueues before they lock the row.
+    let updated = neighbour.orders.update(&ids[0], |order| order.marks.push("one".into()));
+    let updated = crossed(&world, &order_1, record_1, Box::pin(updated)).await.unwrap();
+    assert_eq!(updated.expect("it is there").version, Version(3));
+    let read = vec![
+        (world.get(1).await.marked("saved"), Version(3)),
+        (world.get(2).await.marked("saved"), Version(2)),
+    ];
+    let saved = Box::pin(neighbour.orders.save_all(read));
+    let saved = crossed(&world, &order_1, &order_2, saved).await;
+    assert!(saved.unwrap().iter().all(|saved| matches!(saved, Checked::Saved(_))));
+    let marks = [world.get(1).await, world.get(2).await].map(|order| order.marks_as_text());
+    assert_eq!(marks, ["all one saved", "all saved"], "each once");
+}
+
 #[tokio::test]
 async fn a_record_that_nobody_told_of_is_found_by_looking() {
     let world = Pg::new().await;
