@@ -313,20 +313,15 @@ impl Desk {
         Ok(claimed)
     }
 
-    /// Whether it is still the claimant's.
-    fn is_held(&self, tx: &Connection, lane: Lane, claim: &Claim) -> rusqlite::Result<bool> {
-        let sql = "SELECT 1 FROM stage_record
-                   WHERE lane = ?1 AND id = ?2 AND token = ?3 AND held_until > ?4";
-        let held = params![lane.0, &*claim.id, claim.token, self.clock.now()];
-        Ok(tx.prepare_cached(sql)?.query_row(held, |_| Ok(())).optional()?.is_some())
-    }
-
+    /// Settles it if it was held at this time: for what is done in the same closure before, it is one moment. Nobody
+    /// comes between.
     fn settle(
         &self,
         tx: &Connection,
         lane: Lane,
         claim: &Claim,
         fate: &Fate,
+        at: i64,
     ) -> rusqlite::Result<Settled> {
         let now = self.clock.now();
         let settled = |due: Option<Option<i64>>| match due {
@@ -339,7 +334,7 @@ impl Desk {
             Fate::Gone => {
                 let sql = "DELETE FROM stage_record WHERE lane = ?1 AND id = ?2 AND token = ?3
                            AND held_until > ?4 AND version = seen";
-                let held = params![lane.0, &*claim.id, claim.token, now];
+                let held = params![lane.0, &*claim.id, claim.token, at];
                 if tx.prepare_cached(sql)?.execute(held)? == 1 {
                     return Ok(Settled::Gone);
                 }
@@ -359,7 +354,7 @@ impl Desk {
                     WHERE lane = ?1 AND id = ?2 AND token = ?3 AND held_until > ?4
                     RETURNING due_at";
                 let visit = self.clock.after(*after);
-                let held = params![lane.0, &*claim.id, claim.token, now, visit];
+                let held = params![lane.0, &*claim.id, claim.token, at, visit];
                 Ok(settled(tx.prepare_cached(sql)?.query_row(held, due).optional()?))
             }
             Fate::Failed { after, not_before, error, park } => {
@@ -373,14 +368,14 @@ impl Desk {
                 let (visit, not_before) = (self.clock.after(*after), self.clock.after(*not_before));
                 let error = shortened(error);
                 let held =
-                    params![lane.0, &*claim.id, claim.token, now, visit, not_before, park, error];
+                    params![lane.0, &*claim.id, claim.token, at, visit, not_before, park, error];
                 Ok(settled(tx.prepare_cached(sql)?.query_row(held, due).optional()?))
             }
             Fate::Released => {
                 let sql = "UPDATE stage_record SET held_until = NULL, due_at = visit_at
                            WHERE lane = ?1 AND id = ?2 AND token = ?3 AND held_until > ?4
                            RETURNING due_at";
-                let held = params![lane.0, &*claim.id, claim.token, now];
+                let held = params![lane.0, &*claim.id, claim.token, at];
                 let settled = settled(tx.prepare_cached(sql)?.query_row(held, due).optional()?);
                 if settled != Settled::Stale {
                     self.bells.ring(lane);
@@ -389,6 +384,14 @@ impl Desk {
             }
         }
     }
+}
+
+/// Whether it is still the claimant's at this time.
+fn is_held(tx: &Connection, lane: Lane, claim: &Claim, at: i64) -> rusqlite::Result<bool> {
+    let sql = "SELECT 1 FROM stage_record
+               WHERE lane = ?1 AND id = ?2 AND token = ?3 AND held_until > ?4";
+    let held = params![lane.0, &*claim.id, claim.token, at];
+    Ok(tx.prepare_cached(sql)?.query_row(held, |_| Ok(())).optional()?.is_some())
 }
 
 fn lane_of(tx: &Connection, entity: &str, stage: &str) -> rusqlite::Result<Option<Lane>> {
@@ -463,7 +466,8 @@ impl crate::record::Records for Records {
     async fn settle(&self, lane: Lane, ends: &[(Claim, Fate)]) -> Result<Vec<Settled>, StageError> {
         let ends = ends.to_owned();
         let settle = move |tx: &Connection, desk: &Desk| {
-            let settled = ends.iter().map(|(claim, fate)| desk.settle(tx, lane, claim, fate));
+            let now = desk.clock.now();
+            let settled = ends.iter().map(|(claim, fate)| desk.settle(tx, lane, claim, fate, now));
             Ok(settled.collect::<rusqlite::Result<Vec<_>>>()?)
         };
         self.write(Purpose::Reclaim, settle).await
@@ -725,10 +729,11 @@ impl<E: Entity, T: Table<E>> Backend<E> for Entities<E, Records, T> {
             let this = self.clone();
             let settle = move |tx: &Connection, desk: &Desk| {
                 let settled = plain.iter().map(|(_, ending)| {
-                    if !ending.visits.is_empty() && desk.is_held(tx, lane, &ending.claim)? {
+                    let now = desk.clock.now();
+                    if !ending.visits.is_empty() && is_held(tx, lane, &ending.claim, now)? {
                         this.enqueue(tx, desk, ending)?;
                     }
-                    desk.settle(tx, lane, &ending.claim, &ending.fate)
+                    desk.settle(tx, lane, &ending.claim, &ending.fate, now)
                 });
                 Ok(settled.collect::<rusqlite::Result<Vec<_>>>()?)
             };
@@ -785,17 +790,18 @@ impl<E: Entity, T: Table<E>> Entities<E, Records, T> {
         ending: &Ending<E>,
     ) -> rusqlite::Result<Saved> {
         let (entity, read) = ending.saves.as_ref().expect("only what is to be saved comes here");
-        if !desk.is_held(tx, lane, &ending.claim)? {
+        let now = desk.clock.now();
+        if !is_held(tx, lane, &ending.claim, now)? {
             return Ok(Saved::Settled(Settled::Stale));
         }
         let mut entity = entity.clone();
         entity.set_version(read.next());
         if !self.table.save(tx, &entity, *read)? {
-            desk.settle(tx, lane, &ending.claim, &Fate::Released)?;
+            desk.settle(tx, lane, &ending.claim, &Fate::Released, now)?;
             return Ok(Saved::Conflict);
         }
         self.visit_system(tx, &entity)?;
         self.enqueue(tx, desk, ending)?;
-        Ok(Saved::Settled(desk.settle(tx, lane, &ending.claim, &ending.fate)?))
+        Ok(Saved::Settled(desk.settle(tx, lane, &ending.claim, &ending.fate, now)?))
     }
 }

@@ -59,6 +59,20 @@ impl Table<Order> for Orders {
     }
 }
 
+/// Needs so long for a save.
+struct Slow(Duration);
+
+impl Table<Order> for Slow {
+    fn load(&self, db: &Connection, ids: &[OrderId]) -> rusqlite::Result<Vec<Order>> {
+        Orders.load(db, ids)
+    }
+
+    fn save(&self, tx: &Connection, order: &Order, read: Version) -> rusqlite::Result<bool> {
+        std::thread::sleep(self.0);
+        Orders.save(tx, order, read)
+    }
+}
+
 struct Sqlite {
     folder: Arc<TempDir>,
     db: Db,
@@ -198,6 +212,11 @@ impl Sqlite {
 
     /// New orders whose records a stage holds, and which it wants to be gone.
     async fn ended(&self, ids: &[i64]) -> (Lane, Vec<Ending<Order>>) {
+        self.ended_within(HOUR, ids).await
+    }
+
+    /// The same for so long.
+    async fn ended_within(&self, lease: Duration, ids: &[i64]) -> (Lane, Vec<Ending<Order>>) {
         self.create(ids.iter().copied().map(Order::new).collect()).await.unwrap();
         let records = self.records();
         let system = records.lane(ORDERS, SYSTEM).await.unwrap();
@@ -209,7 +228,7 @@ impl Sqlite {
         let texts: Vec<String> = ids.iter().map(|id| OrderId(*id).to_string()).collect();
         let visits: Vec<_> = texts.iter().map(|id| (id.as_str(), 0, Duration::ZERO)).collect();
         records.enqueue(lane, &visits).await.unwrap();
-        let mut claims = records.claim(lane, &[0], 9, HOUR).await.unwrap().claims;
+        let mut claims = records.claim(lane, &[0], 9, lease).await.unwrap().claims;
         claims.sort_by(|a, b| a.id.cmp(&b.id));
         let ending = |claim| Ending { claim, fate: Fate::Gone, saves: None, visits: Vec::new() };
         (lane, claims.into_iter().map(ending).collect())
@@ -230,6 +249,20 @@ async fn an_order_whose_record_cannot_be_settled_is_not_saved_either() {
     assert_eq!(world.get(1).await, Order { version: Version(1), ..Order::new(1) });
     assert!(world.record("packing", 1).await.unwrap().is_held);
     assert!(world.record(SYSTEM, 1).await.is_none(), "nobody is told of what was not saved");
+}
+
+#[tokio::test]
+async fn a_save_that_outlives_its_lease_is_saved_and_its_record_settled() {
+    let world = Sqlite::new().await;
+    let lease = Duration::from_secs(1);
+    let slow = Slow(lease + Duration::from_millis(5));
+    let orders = Entities::new(world.records().clone(), ORDERS, slow).await.unwrap();
+    let (lane, mut endings) = world.ended_within(lease, &[1]).await;
+    endings[0].saves = Some((Order::new(1).is("packed"), Version(1)));
+    let saved = orders.settle(lane, endings).await.unwrap().saved;
+    assert_eq!(saved, [Ok(Saved::Settled(Settled::Gone))]);
+    assert_eq!(world.get(1).await.version, Version(2));
+    assert!(world.record("packing", 1).await.is_none());
 }
 
 #[tokio::test]
