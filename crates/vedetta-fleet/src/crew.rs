@@ -7,7 +7,7 @@
 //!            resume
 //! ```
 //!
-//! A command is obeyed once, and only within its time, which counts from before it was asked for. Whoever was
+//! A command is obeyed once, however often it comes, and only within its time, which counts from before it was asked for. Whoever was
 //! started by a supervisor ends when nothing is heard of that, or of the server, for the grace time.
 
 use std::sync::Arc;
@@ -23,6 +23,7 @@ use vedetta_jobs::Working;
 use crate::bus::{CommandId, Order, Target};
 use crate::control::{Control, ControlError};
 use crate::host::memory;
+use crate::obeyed::Obeyed;
 use crate::roster::Status;
 use crate::wire::{Beat, Handed, Heard, SlotsUsed};
 
@@ -63,6 +64,7 @@ pub struct Crew {
     beat: Beat,
     period: Duration,
     done: Vec<CommandId>,
+    obeyed: Obeyed,
     ending: Option<Ending>,
     /// What runs longer is ended.
     deadline: Option<Instant>,
@@ -85,6 +87,7 @@ impl Crew {
             beat: Beat::of_this_process(queues),
             period: PATIENCE,
             done: Vec::new(),
+            obeyed: Obeyed::default(),
             ending: None,
             deadline: None,
             aborted: 0,
@@ -194,6 +197,12 @@ impl Crew {
 
     async fn obey(&mut self, heard: Heard, asked: Instant) {
         for Handed { id, command, expires_ms } in heard.commands {
+            // That it was done is told again: who hands it out again does not know it.
+            if self.obeyed.has(&id) {
+                tracing::warn!(worker = self.id, %command, "a command came again");
+                self.done.push(id);
+                continue;
+            }
             // Whatever held it up: what is over is not obeyed.
             if asked.elapsed() >= Duration::from_millis(expires_ms) {
                 tracing::warn!(worker = self.id, %command, "a command came too late");
@@ -211,10 +220,16 @@ impl Crew {
                     self.beat.state = Status::Running;
                     self.tell_all(Command::Resume).await;
                 }
-                Order::Stop | Order::Pause | Order::Resume => {}
+                Order::Stop => {}
+                // What is not done is not told to be.
+                Order::Pause | Order::Resume => {
+                    tracing::warn!(worker = self.id, %command, "it is stopping already");
+                    continue;
+                }
                 Order::Start { .. } | Order::Restart | Order::Terminate => continue,
             }
             tracing::info!(worker = self.id, %command, "obeyed a command");
+            self.obeyed.add(id.clone());
             self.done.push(id);
         }
         let seen = heard.supervisor_seen_ms.map(Duration::from_millis);

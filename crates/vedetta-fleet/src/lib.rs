@@ -18,6 +18,7 @@ mod control;
 mod crew;
 mod desk;
 mod host;
+mod obeyed;
 pub mod roster;
 pub mod supervisor;
 pub mod wire;

@@ -14,8 +14,8 @@
 //! Workers are processes of their own, and no fault of this one ends them: after a restart those that still
 //! beat under its name are adopted. What ends or falls silent again and again soon after its start is started
 //! later and later. A worker is told to stop as by anybody else, by a command, and told again if that was lost;
-//! only one that is silent, or does not end within the grace time, is killed, and that only if its process is for
-//! sure the one that is meant.
+//! only one that is silent, stays after its goodbye, or does not end within the grace time, is killed, and that only
+//! if its process is for sure the one that is meant.
 
 mod child;
 mod plan;
@@ -43,6 +43,7 @@ use crate::bus::{CommandId, Order, TTL, Target};
 use crate::control::{Control, ControlError};
 use crate::crew::TOLD;
 use crate::host::{self, host_name};
+use crate::obeyed::Obeyed;
 use crate::roster::Status;
 use crate::wire::{Ended, Handed, Mood, Report, Told, WorkerInfo};
 use child::Exit;
@@ -55,6 +56,8 @@ pub const COOL_DOWN: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_secs(1);
 /// A worker has so long from its start to its first beat.
 const TO_START: Duration = Duration::from_secs(30);
+/// And from its goodbye to the end of its process.
+const TO_END: Duration = Duration::from_secs(30);
 /// Who lived so long did not fail to start.
 const STABLE: Duration = Duration::from_secs(5);
 /// After so many failures in a row it is shown that something is wrong.
@@ -173,6 +176,7 @@ impl Supervisor {
             last: None,
             ended: Vec::new(),
             done: Vec::new(),
+            obeyed: Obeyed::default(),
             loads: BTreeMap::new(),
             silent: Duration::from_secs(10),
             period: LOOK,
@@ -203,6 +207,8 @@ struct Kept {
     /// Ends the process, if it is a child of this one.
     kill: Option<CancellationToken>,
     leaving: Leaving,
+    /// When it was first seen to have said goodbye, though its process is there.
+    left: Option<Instant>,
     info: Option<WorkerInfo>,
 }
 
@@ -341,6 +347,7 @@ struct Staff {
     // What the server was not told yet.
     ended: Vec<Ended>,
     done: Vec<CommandId>,
+    obeyed: Obeyed,
     loads: BTreeMap<String, Load>,
     silent: Duration,
     period: Duration,
@@ -484,15 +491,18 @@ impl Staff {
     /// Takes note of what the server knows of the workers.
     fn observe(&mut self, workers: Vec<WorkerInfo>) {
         let here = host_name();
+        let is_there = |info: &WorkerInfo| is_ours(info, &here, &self.of.name);
         let mut known: BTreeMap<String, WorkerInfo> =
             workers.into_iter().map(|info| (info.id.clone(), info)).collect();
         let mut left = Vec::new();
         for (id, kept) in &mut self.hands {
             match known.remove(id) {
                 Some(info) => {
-                    if info.status == Status::Stopped && kept.kill.is_none() {
+                    let has_left = info.status == Status::Stopped;
+                    if has_left && kept.kill.is_none() && !is_there(&info) {
                         left.push(id.clone());
                     }
+                    kept.left = has_left.then(|| kept.left.unwrap_or_else(Instant::now));
                     // A command is handed out once, and may be lost then: when its time is over, which begins when the
                     // server has it, it is given again. At the end there is not that much time, and no harm in
                     // telling it twice.
@@ -506,9 +516,13 @@ impl Staff {
                     }
                     kept.info = Some(info);
                 }
-                // It is known no more; of a child, its end is still to come.
-                None if kept.kill.is_none() => left.push(id.clone()),
-                None => {}
+                // It is known no more. Of a child, and of one that has left, the end is still to come.
+                None => {
+                    let stays = || kept.left.is_some() && kept.info.as_ref().is_some_and(is_there);
+                    if kept.kill.is_none() && !stays() {
+                        left.push(id.clone());
+                    }
+                }
             }
         }
         self.heed_stops();
@@ -523,10 +537,7 @@ impl Staff {
                 self.ended.push(Ended { id, exit: "its process is gone".into() });
                 continue;
             }
-            let words = child::words(&self.of.name, &id);
-            let is_it = |birth: &str| host::is_it(info.pid, birth, &words);
-            let is_ours = info.host == here && info.birth.as_deref().is_some_and(is_it);
-            if info.status == Status::Silent && !is_ours {
+            if info.status == Status::Silent && !is_ours(&info, &here, &self.of.name) {
                 continue; // it may come back, and nothing can be done until then
             }
             let supervisor = &self.of.name;
@@ -541,6 +552,7 @@ impl Staff {
                 since: Instant::now(),
                 kill: None,
                 leaving,
+                left: None,
                 info: Some(info),
             };
             self.hands.insert(id, kept);
@@ -623,6 +635,11 @@ impl Staff {
 
     fn obey(&mut self, commands: Vec<Handed>, asked: Instant) {
         for Handed { id, command, expires_ms } in commands {
+            // That it was done is told again: who hands it out again does not know it.
+            if self.obeyed.has(&id) {
+                self.done.push(id);
+                continue;
+            }
             if asked.elapsed() >= Duration::from_millis(expires_ms) {
                 continue;
             }
@@ -655,6 +672,7 @@ impl Staff {
                 Order::Stop | Order::Pause | Order::Resume => continue,
             }
             tracing::info!(supervisor, %command, "obeyed a command");
+            self.obeyed.add(id.clone());
             self.done.push(id);
         }
     }
@@ -695,10 +713,10 @@ impl Staff {
     }
 
     fn hand(&self, id: &str, kept: &Kept) -> Hand {
-        let is_late = || kept.since.elapsed() > TO_START;
         let stage = match &kept.info {
             Some(info) if info.status == Status::Silent => Stage::Silent,
-            None if is_late() => Stage::Silent,
+            None if kept.since.elapsed() > TO_START => Stage::Silent,
+            _ if kept.left.is_some_and(|left| left.elapsed() > TO_END) => Stage::Silent,
             _ if kept.leaving != Leaving::No => Stage::Stopping,
             Some(_) => Stage::Ready,
             None => Stage::Starting,
@@ -740,6 +758,7 @@ impl Staff {
                     since: Instant::now(),
                     kill: Some(kill),
                     leaving: Leaving::No,
+                    left: None,
                     info: None,
                 };
                 self.hands.insert(id, kept);
@@ -906,6 +925,13 @@ impl Staff {
         }
         killed
     }
+}
+
+/// A process of this machine that was started as this worker of this supervisor, for sure.
+fn is_ours(info: &WorkerInfo, here: &str, supervisor: &str) -> bool {
+    let words = child::words(supervisor, &info.id);
+    let is_it = |birth: &str| host::is_it(info.pid, birth, &words);
+    info.host == here && info.birth.as_deref().is_some_and(is_it)
 }
 
 /// A process of this machine that has ended.

@@ -32,7 +32,7 @@ struct Server {
     beats: Mutex<Vec<Beat>>,
     reports: Mutex<Vec<Report>>,
     /// What is handed out next, and how long the answer with it takes.
-    commands: Mutex<VecDeque<(Duration, Handed)>>,
+    commands: Mutex<VecDeque<(Duration, Vec<Handed>)>>,
     workers: Mutex<Vec<WorkerInfo>>,
     queues: Vec<Depth>,
     /// When a worker was told to stop; the first such command is lost.
@@ -82,6 +82,8 @@ struct Frozen {
     since: Mutex<BTreeMap<String, Instant>>,
     /// So long after it they are silent.
     silent: Duration,
+    /// They said before that they end.
+    left: bool,
 }
 
 impl Frozen {
@@ -96,6 +98,7 @@ impl Frozen {
             let is_silent = seen >= self.silent;
             let status = match there.contains_key(id) {
                 false => Status::Stopped,
+                true if is_silent && self.left => Status::Stopped,
                 true if is_silent => Status::Silent,
                 true => Status::Running,
             };
@@ -126,6 +129,14 @@ fn idle_program(folder: &TempDir) -> PathBuf {
     program
 }
 
+/// What tells a process from a later one of the same number.
+fn birth(pid: u32) -> String {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    let ticks = stat.rsplit_once(')').unwrap().1.split_whitespace().nth(19).unwrap();
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
+    format!("{}:{ticks}", boot.trim())
+}
+
 fn boss() -> String {
     format!("boss:{}", vedetta_fleet::host_name())
 }
@@ -154,11 +165,14 @@ fn worker(id: &str, status: Status) -> WorkerInfo {
     }
 }
 
+fn handed(id: &str, command: Order, expires: Duration) -> Handed {
+    let expires_ms = u64::try_from(expires.as_millis()).unwrap();
+    Handed { id: CommandId(id.into()), command, expires_ms }
+}
+
 impl Server {
     fn hand_out(&self, id: &str, command: Order, expires: Duration, takes: Duration) {
-        let expires_ms = u64::try_from(expires.as_millis()).unwrap();
-        let handed = Handed { id: CommandId(id.into()), command, expires_ms };
-        self.commands.lock().push_back((takes, handed));
+        self.commands.lock().push_back((takes, vec![handed(id, command, expires)]));
     }
 
     fn next_fault(&self, asks: Asks) -> Option<Fault> {
@@ -170,7 +184,7 @@ impl Server {
         let next = self.commands.lock().pop_front();
         let Some((takes, handed)) = next else { return Vec::new() };
         sleep(takes).await;
-        vec![handed]
+        handed
     }
 
     /// What was said to be done, since the beginning.
@@ -282,6 +296,8 @@ const SHORT: Duration = Duration::from_millis(300);
 const LONG: Duration = Duration::from_secs(1);
 /// An answer that takes longer does not come.
 const SOON: Duration = Duration::from_secs(5);
+/// Who said goodbye has so long to end.
+const TO_END: Duration = Duration::from_secs(30);
 
 #[tokio::test(start_paused = true)]
 async fn a_worker_does_not_obey_a_command_whose_time_is_over_when_it_is_there() {
@@ -320,6 +336,63 @@ async fn a_supervisor_does_not_obey_a_command_whose_time_is_over_when_it_is_ther
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_worker_obeys_a_command_once_however_often_it_comes() {
+    let server = Arc::new(Server::default());
+    let stop = CancellationToken::new();
+    let crew = Crew::new("anna", Arc::clone(&server) as _, Vec::new());
+    let crew = tokio::spawn(crew.run(stop.clone(), Duration::ZERO));
+    let is = |status| server.beats.lock().last().is_some_and(|beat| beat.state == status);
+    for (id, command, then) in
+        [("a", Order::Pause, Status::Paused), ("b", Order::Resume, Status::Running)]
+    {
+        server.hand_out(id, command, LONG, Duration::ZERO);
+        until(id, || is(then)).await;
+    }
+    // What hands them out has lost that it did.
+    server.hand_out("a", Order::Pause, LONG, Duration::ZERO);
+    until("it is told", || server.done().len() == 3).await;
+    let beats = server.beats.lock().len();
+    until("some beats", || server.beats.lock().len() >= beats + 3).await;
+    assert!(is(Status::Running));
+    stop.cancel();
+    assert_eq!(crew.await.unwrap(), (Ending::Told, 0));
+    assert_eq!(server.done(), ["a", "b", "a"], "that it was done is told again");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_supervisor_obeys_a_command_once_however_often_it_comes() {
+    let server = Arc::new(Server::default());
+    server.workers.lock().push(worker("anna", Status::Running));
+    let supervisor = supervise(&server, "/bin/false".into(), 1, 4);
+    let more = || Order::Start { queue: "default".into(), count: 1 };
+    for id in ["a", "a", "b", "a"] {
+        server.hand_out(id, more(), LONG, Duration::ZERO);
+    }
+    until("all are told", || server.done().len() == 4).await;
+    let reports = server.reports.lock().len();
+    until("some reports", || server.reports.lock().len() >= reports + 3).await;
+    assert_eq!(server.wanted(), Some(3));
+    assert_eq!(server.done(), ["a", "a", "b", "a"], "that it was done is told again");
+    server.workers.lock().clear();
+    supervisor.stop(Duration::ZERO).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_stops_does_not_say_that_it_was_paused_or_resumed() {
+    let server = Arc::new(Server::default());
+    let orders =
+        [("a", Order::Stop), ("b", Order::Pause), ("c", Order::Resume), ("d", Order::Stop)];
+    let together = orders.map(|(id, command)| handed(id, command, LONG));
+    server.commands.lock().push_back((Duration::ZERO, together.into()));
+    let crew = Crew::new("anna", Arc::clone(&server) as _, Vec::new());
+    let ended = crew.run(CancellationToken::new(), Duration::ZERO).await;
+    assert_eq!(ended, (Ending::Told, 0));
+    assert_eq!(server.done(), ["a", "d"], "those that were obeyed");
+    let last = server.beats.lock().last().map(|beat| beat.state);
+    assert_eq!(last, Some(Status::Stopping));
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_worker_that_does_not_hear_that_it_is_to_stop_is_told_again_when_that_is_over() {
     let server = Arc::new(Server::default());
     server.workers.lock().push(worker("anna", Status::Running));
@@ -347,7 +420,7 @@ async fn workers_that_fall_silent_again_and_again_are_started_later_and_later_an
     // At once, or when it seems to be well; alone, or beside one that is well.
     for (silent, others) in [(Duration::ZERO, 0), (Duration::from_secs(10), 1)] {
         let since = Mutex::default();
-        let frozen = Some(Frozen { program: program.clone(), since, silent });
+        let frozen = Some(Frozen { program: program.clone(), since, silent, left: false });
         let server = Arc::new(Server { frozen, ..Server::default() });
         let others_there = (0..others).map(|_| worker("ben", Status::Running));
         server.workers.lock().extend(others_there);
@@ -369,6 +442,52 @@ async fn workers_that_fall_silent_again_and_again_are_started_later_and_later_an
         supervisor.stop(Duration::ZERO).await;
         assert!(started(&program).is_empty(), "all of them were killed");
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_has_said_goodbye_and_does_not_end_is_killed_and_replaced() {
+    let folder = TempDir::new().unwrap();
+    let program = idle_program(&folder);
+    let (since, silent) = (Mutex::default(), Duration::from_secs(10));
+    let frozen = Some(Frozen { program: program.clone(), since, silent, left: true });
+    let server = Arc::new(Server { frozen, ..Server::default() });
+    let supervisor = supervise(&server, program.clone(), 1, 1);
+    let since = || server.frozen.as_ref().unwrap().since.lock().clone();
+    until("it is replaced", || since().len() == 2).await;
+    let mut starts: Vec<Instant> = since().into_values().collect();
+    starts.sort();
+    let waited = starts[1] - starts[0];
+    assert!(waited >= silent + TO_END && waited < silent + 2 * TO_END, "{waited:?}");
+    until("it is gone", || started(&program).len() == 1).await;
+    supervisor.stop(Duration::ZERO).await;
+    assert!(started(&program).is_empty(), "nobody is left behind");
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_that_was_adopted_and_does_not_end_after_its_goodbye_is_killed() {
+    let folder = TempDir::new().unwrap();
+    let program = idle_program(&folder);
+    let words = ["worker", "run", "--id", "anna", "--supervisor", &boss()];
+    let mut process = std::process::Command::new(&program).args(words).spawn().unwrap();
+    until("its command line", || started(&program).contains_key("anna")).await;
+    let (pid, host) = (process.id(), vedetta_fleet::host_name());
+    let birth = Some(birth(pid));
+    let server = Arc::new(Server::default());
+    server.workers.lock().push(WorkerInfo { pid, host, birth, ..worker("anna", Status::Running) });
+    let supervisor = supervise(&server, "/bin/false".into(), 0, 1);
+    until("some reports", || server.reports.lock().len() >= 3).await;
+    server.workers.lock()[0].status = Status::Stopped;
+    let left = Instant::now();
+    // The server forgets it before long.
+    sleep(TO_END / 2).await;
+    server.workers.lock().clear();
+    let reports = server.reports.lock().len();
+    until("some reports", || server.reports.lock().len() >= reports + 3).await;
+    assert!(process.try_wait().unwrap().is_none(), "it has time to end");
+    until("it is killed", || started(&program).is_empty()).await;
+    assert!(left.elapsed() >= TO_END, "{:?}", left.elapsed());
+    assert!(!process.wait().unwrap().success());
+    supervisor.stop(Duration::ZERO).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -421,7 +540,7 @@ async fn a_look_that_panics_or_hangs_loses_no_worker_and_a_defect_is_shown() {
     let folder = TempDir::new().unwrap();
     let program = idle_program(&folder);
     let (since, silent) = (Mutex::default(), Duration::MAX);
-    let frozen = Some(Frozen { program: program.clone(), since, silent });
+    let frozen = Some(Frozen { program: program.clone(), since, silent, left: false });
     let server = Arc::new(Server { frozen, ..Server::default() });
     let supervisor = supervise(&server, program.clone(), 2, 2);
     until("two workers", || started(&program).len() == 2).await;
