@@ -217,10 +217,9 @@ impl Access {
             return Ok(None);
         }
         let hash = hash(token);
-        if let Some(lent) = self.inner.lent.lock().iter_mut().find(|lent| lent.hash == hash) {
-            let (name, role) = (lent.name.clone(), lent.role);
-            if now >= lent.used + SEEN {
-                lent.used = now;
+        let lent = self.lent(hash, now);
+        if let Some((name, role, is_new)) = lent {
+            if is_new {
                 self.seen("UPDATE lent SET used = ?2 WHERE hash = ?1", hash, now);
             }
             let (scope, proof) = (Scope::All, Proof::Lent);
@@ -245,6 +244,17 @@ impl Access {
             self.seen("UPDATE token SET used = ?2 WHERE hash = ?1", hash, now);
         }
         Ok(Some(Identity { name, role, scope, proof: Proof::Token, expires }))
+    }
+
+    /// The name and the role of a lent token, and whether its use is news.
+    fn lent(&self, hash: [u8; 32], now: SystemTime) -> Option<(String, Role, bool)> {
+        let mut all = self.inner.lent.lock();
+        let lent = all.iter_mut().find(|lent| lent.hash == hash)?;
+        let is_new = now >= lent.used + SEEN;
+        if is_new {
+            lent.used = now;
+        }
+        Some((lent.name.clone(), lent.role, is_new))
     }
 
     /// A token for what this process starts. It is good until it is taken back. Those that a process lent
@@ -281,9 +291,10 @@ impl Access {
         self.keep(|tx| Ok(tx.execute("DELETE FROM lent", []).map(drop)?))
     }
 
-    /// Notes that somebody was there. Nobody waits for it, and it matters little when it fails.
+    /// Notes that somebody was there. Nobody waits for it, not for others that write either, and it matters little
+    /// when it fails.
     fn seen(&self, sql: &'static str, hash: [u8; 32], now: SystemTime) {
-        if let Some(connection) = self.inner.notes.try_lock() {
+        if let Some(connection) = self.inner.seen.try_lock() {
             let _ = connection.execute(sql, (hash, millis(now)));
         }
     }

@@ -90,8 +90,10 @@ pub(crate) struct Inner {
     pub(crate) read: Mutex<Connection>,
     /// What people change: on the disk when it is answered.
     write: Mutex<Connection>,
-    /// The audit log, and when somebody was last seen: on the disk a little later.
+    /// The audit log: on the disk a little later.
     pub(crate) notes: Mutex<Connection>,
+    /// When somebody was last seen. Does not wait for those who write.
+    pub(crate) seen: Mutex<Connection>,
     pub(crate) lent: Mutex<Vec<Lent>>,
 }
 
@@ -105,10 +107,13 @@ impl Access {
         let mut write = connect(&file)?;
         migrate(&file, &mut write)?;
         write.pragma_update(None, "synchronous", "FULL")?;
-        let (read, notes) = (connect(&file)?, connect(&file)?);
+        let (read, notes, seen) = (connect(&file)?, connect(&file)?, connect(&file)?);
         audit::prune(&notes, SystemTime::now())?;
-        let (read, write, notes) = (Mutex::new(read), Mutex::new(write), Mutex::new(notes));
-        Ok(Self { inner: Arc::new(Inner { read, write, notes, lent: Mutex::default() }) })
+        seen.busy_timeout(Duration::ZERO)?;
+        let (read, write, notes, seen) =
+            (Mutex::new(read), Mutex::new(write), Mutex::new(notes), Mutex::new(seen));
+        let lent = Mutex::default();
+        Ok(Self { inner: Arc::new(Inner { read, write, notes, seen, lent }) })
     }
 
     /// Whether the folder has anybody who could sign in. Makes nothing.

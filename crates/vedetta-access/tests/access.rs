@@ -115,6 +115,30 @@ fn a_session_ends_when_it_is_idle_old_or_signed_out() {
 }
 
 #[test]
+fn nobody_waits_for_who_writes_to_be_known() {
+    let (folder, access) = open();
+    access.add_user("anna", PASSWORD, Role::Viewer).unwrap();
+    let now = SystemTime::now();
+    let session = sign_in(&access, "anna", now).unwrap();
+    let token = access.add_token("ci", Role::Viewer, &Scope::All, None).unwrap();
+    let lent = access.lend("worker", Role::Operator).unwrap();
+    // As another process does, for as long as it likes.
+    let other = rusqlite::Connection::open(folder.path().join(FILE)).unwrap();
+    other.execute_batch("BEGIN IMMEDIATE").unwrap();
+    // That they were there is news.
+    let (later, began) = (now + 2 * MINUTE, std::time::Instant::now());
+    assert!(access.by_session(session.reveal(), later).unwrap().is_some());
+    for token in [&token, &lent] {
+        assert!(access.by_token(token.reveal(), later).unwrap().is_some());
+    }
+    assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
+    other.execute_batch("ROLLBACK").unwrap();
+    assert_eq!(access.tokens().unwrap()[0].used, None);
+    assert!(access.by_token(token.reveal(), later).unwrap().is_some());
+    assert!(access.tokens().unwrap()[0].used.is_some(), "it is noted when it can be");
+}
+
+#[test]
 fn a_sign_in_makes_a_new_session_and_ends_the_old_one() {
     let (_folder, access) = open();
     access.add_user("anna", PASSWORD, Role::Viewer).unwrap();
