@@ -1,7 +1,7 @@
 //! Accepting connections, finding out what they speak, and letting them go.
 
 use std::convert::Infallible;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -51,8 +51,6 @@ pub struct Endpoint {
     pub(crate) store: Store,
     /// The member's name, as etcd's clients show it.
     pub(crate) name: String,
-    /// Where it is served; known once it is.
-    pub(crate) url: String,
     pub(crate) limits: Limits,
     tls: Option<Arc<ServerConfig>>,
 }
@@ -107,9 +105,9 @@ impl Default for Limits {
 impl Endpoint {
     /// Serves `store`.
     pub fn new(store: Store) -> Self {
-        let (name, url) = ("vedetta".into(), String::new());
+        let (name, limits) = ("vedetta".into(), Limits::default());
         // A client that is told to come back holds nothing here; one that waits does, and there is no end to them.
-        Self { store: store.impatient(), name, url, limits: Limits::default(), tls: None }
+        Self { store: store.impatient(), name, limits, tls: None }
     }
 
     /// The same under another name; the ids that clients see come from it.
@@ -133,6 +131,11 @@ impl Endpoint {
         self
     }
 
+    /// How an address of it begins.
+    pub(crate) fn scheme(&self) -> &'static str {
+        if self.tls.is_some() { "https" } else { "http" }
+    }
+
     pub(crate) fn cluster_id(&self) -> u64 {
         id("cluster", &self.name)
     }
@@ -151,10 +154,7 @@ fn id(of: &str, name: &str) -> u64 {
 /// Serves until `stop`; then accepts nothing new, ends watches and keep-alives, finishes the requests that
 /// run, and returns. A client that does not take its answer holds this up for a second. Dropped, it lets
 /// go of all connections at once.
-pub async fn serve(listener: TcpListener, mut endpoint: Endpoint, stop: CancellationToken) {
-    let Ok(address) = listener.local_addr() else { return };
-    let scheme = if endpoint.tls.is_some() { "https" } else { "http" };
-    endpoint.url = format!("{scheme}://{address}");
+pub async fn serve(listener: TcpListener, endpoint: Endpoint, stop: CancellationToken) {
     let server = Arc::new(Server {
         store: endpoint.store.clone(),
         grpc: Grpc::new(&endpoint, &stop),
@@ -170,10 +170,17 @@ pub async fn serve(listener: TcpListener, mut endpoint: Endpoint, stop: Cancella
 /// What the requests of one connection share.
 #[derive(Clone)]
 struct Shares {
-    local: IpAddr,
+    origin: Origin,
     /// Bytes that unfinished requests may still take.
     unfinished: Arc<Semaphore>,
-    watched: KeyRoom,
+}
+
+/// What an answer may depend on of the connection that asks.
+#[derive(Clone)]
+pub(crate) struct Origin {
+    /// Where it came in. A listener on all addresses has none that a client could use.
+    pub(crate) local: SocketAddr,
+    pub(crate) watched: KeyRoom,
 }
 
 /// What every connection needs.
@@ -189,12 +196,10 @@ struct Server {
 impl Server {
     /// One connection. How it ends is the client's business.
     async fn converse(self: Arc<Self>, stream: TcpStream) {
-        let local = stream.local_addr().map_or(Ipv4Addr::LOCALHOST.into(), |local| local.ip());
-        let shares = Shares {
-            local,
-            unfinished: room(self.limits.unfinished),
-            watched: KeyRoom::new(self.limits.watched),
-        };
+        let local = stream.local_addr().unwrap_or((Ipv4Addr::LOCALHOST, 0).into());
+        let local = SocketAddr::new(local.ip().to_canonical(), local.port());
+        let origin = Origin { local, watched: KeyRoom::new(self.limits.watched) };
+        let shares = Shares { origin, unfinished: room(self.limits.unfinished) };
         let handshake = self.limits.handshake;
         let stop = self.stop.clone();
         let patient = |stream| Patient::new(stream, self.limits.stall, stop.clone());
@@ -277,10 +282,11 @@ impl Server {
         mut request: Request<Incoming>,
         shares: Shares,
     ) -> impl Future<Output = Result<Response<Reply>, Infallible>> {
-        let limit = (!v3::is_stream(request.uri().path())).then_some(self.limits.upload);
+        let path = request.uri().path();
+        let limit = (!v3::is_stream(path)).then_some(self.limits.upload);
         let is_grpc = is_grpc(&request);
-        if limit.is_none() || !is_grpc {
-            request.extensions_mut().insert(shares.watched.clone());
+        if limit.is_none() || !is_grpc || v3::is_of_members(path) {
+            request.extensions_mut().insert(shares.origin.clone());
         }
         if is_grpc {
             let request = request.map(|body| Upload::new(body, limit, shares.unfinished));
@@ -301,7 +307,7 @@ impl Server {
         request: Request<Incoming>,
         shares: &Shares,
     ) -> Result<Request<Body>, Response<Body>> {
-        guard::check(&request, shares.local).map_err(IntoResponse::into_response)?;
+        guard::check(&request, shares.origin.local.ip()).map_err(IntoResponse::into_response)?;
         let (head, body) = request.into_parts();
         // What says that it is too large need not be sent.
         if body.size_hint().lower() > self.limits.body as u64 {

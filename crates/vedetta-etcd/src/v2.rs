@@ -68,7 +68,7 @@ const IN_A_PATH: &AsciiSet = &NON_ALPHANUMERIC
 struct Api {
     store: Store,
     name: String,
-    url: String,
+    scheme: &'static str,
     cluster_id: String,
     member_id: String,
     stats: Stats,
@@ -80,7 +80,7 @@ pub(crate) fn router(endpoint: &Endpoint, stop: &CancellationToken) -> Router {
     let api = Api {
         store: endpoint.store.clone(),
         name: endpoint.name.clone(),
-        url: endpoint.url.clone(),
+        scheme: endpoint.scheme(),
         cluster_id: format!("{:x}", endpoint.cluster_id()),
         member_id: format!("{:x}", endpoint.member_id()),
         stats: Stats::default(),
@@ -109,7 +109,7 @@ async fn answer(State(api): State<Arc<Api>>, request: Request) -> Response {
         _ => {
             // A body may not be shared between threads, so it is not held while this waits.
             let (head, _) = request.into_parts();
-            about::answer(&api, &head.method, &path, &head.headers).await
+            about::answer(&api, &path, &head).await
         }
     }
 }

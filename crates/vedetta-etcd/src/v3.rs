@@ -62,7 +62,7 @@ struct Inner {
     store: Store,
     stop: CancellationToken,
     name: String,
-    url: String,
+    scheme: &'static str,
     cluster_id: u64,
     member_id: u64,
     progress_every: Duration,
@@ -108,7 +108,7 @@ impl Grpc {
             store: endpoint.store.clone(),
             stop: stop.clone(),
             name: endpoint.name.clone(),
-            url: endpoint.url.clone(),
+            scheme: endpoint.scheme(),
             cluster_id: endpoint.cluster_id(),
             member_id: endpoint.member_id(),
             progress_every: PROGRESS_EVERY,
@@ -184,6 +184,11 @@ pub(crate) fn is_stream(path: &str) -> bool {
     matches!(path, "/etcdserverpb.Watch/Watch" | "/etcdserverpb.Lease/LeaseKeepAlive")
 }
 
+/// Whether a call asks where the members are.
+pub(crate) fn is_of_members(path: &str) -> bool {
+    path == "/etcdserverpb.Cluster/MemberList"
+}
+
 fn unserved() -> Status {
     let why = "it has one member and no users, and leaves locks and elections to its clients";
     Status::unimplemented(format!("vedetta does not serve this call: {why}"))
@@ -251,7 +256,7 @@ mod tests {
             store,
             stop: CancellationToken::new(),
             name: "n".into(),
-            url: String::new(),
+            scheme: "http",
             cluster_id: 1,
             member_id: 2,
             progress_every: Duration::from_millis(5),

@@ -5,11 +5,11 @@
 
 mod support;
 
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::process::Stdio;
 
-use support::{Etcd, Ours, program, soon};
+use support::{Etcd, Ours, program, scratch, soon};
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader, Lines};
 use tokio::process::{Child, ChildStdout};
@@ -59,7 +59,7 @@ fn command(api: &str, address: SocketAddr, line: &str, folder: &Path) -> tokio::
     let words = words(&line);
     let mut command = if words[0] == "curl" {
         let mut curl = program("curl");
-        curl.args(["-s", "-S"]).args(&words[1..]);
+        curl.args(["-s", "-S", "-w", "\nHTTP %{http_code}\n"]).args(&words[1..]);
         curl
     } else {
         let mut etcdctl = program("etcdctl");
@@ -147,6 +147,15 @@ fn without_numbers(text: &str) -> String {
     whole.replace("N.Nµs", "<time>").replace("N.Nms", "<time>").replace("Nms", "<time>")
 }
 
+/// The same, but for the numbers that say how it ended.
+fn without_numbers_of_its_own(text: &str) -> String {
+    let lines = text.lines().map(|line| {
+        let ended = ["exit ", "HTTP "].iter().any(|how| line.starts_with(how));
+        if ended { line.to_owned() } else { without_numbers(line) }
+    });
+    lines.collect::<Vec<_>>().join("\n")
+}
+
 /// Without the addresses of peers: we have none, and over v2 that of clients is told for it.
 fn without_peers(text: &str) -> String {
     let mut whole = String::new();
@@ -162,7 +171,7 @@ fn without_peers(text: &str) -> String {
 }
 
 /// Runs each line on both. `line << input` has something to read; `~ line` is compared with its numbers
-/// left out, `% line` without what peers would use; `? line` may differ in what it says, not in how it ends.
+/// left out, but for those it ended with, `% line` without what peers would use; `? line` may differ in what it says, not in how it ends.
 async fn compare(api: &str, table: &str) {
     let both = Both::start().await;
     if api == "2" {
@@ -184,7 +193,7 @@ async fn compare(api: &str, table: &str) {
             told(api, ours, rest, input, folders[1].path())
         );
         let compared = |text: &str| match how {
-            "~" => without_numbers(text),
+            "~" => without_numbers_of_its_own(text),
             "%" => without_peers(text),
             "?" => text.lines().next().unwrap_or_default().to_owned(),
             _ => text.to_owned(),
@@ -396,7 +405,7 @@ async fn etcdctl_of_v2_and_curl_print_the_same() {
         ~ curl -T @folder/nothing http://@server/v2/keys/x
         curl http://@server/health
         curl http://@server/v2/machines
-        curl -G http://@server/v2/keys/none -d recursive=true -o /dev/null -w '%{http_code}'
+        curl -G http://@server/v2/keys/none -d recursive=true -o /dev/null
         ",
     )
     .await;
@@ -624,6 +633,29 @@ async fn curl_follows_a_stream() {
         assert!(line.starts_with(&format!("{{\"action\":\"{action}\",")), "{action}: {told:?}");
     }
     assert_eq!(told.len(), actions.len());
+}
+
+/// A client that asks for all members goes to where they are told to be.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_on_all_addresses_tells_the_one_it_is_asked_at() {
+    let everywhere = (Ipv4Addr::UNSPECIFIED, 0).into();
+    let ours = Ours::start_on(everywhere, scratch(), |endpoint| endpoint).await;
+    for ip in [[127, 0, 0, 1], [127, 0, 0, 2]] {
+        let address = SocketAddr::from((ip, ours.address.port()));
+        for (api, line) in [
+            ("3", "member list"),
+            ("3", "endpoint status --cluster"),
+            ("3", "curl http://@server/v3/cluster/member/list -X POST"),
+            ("2", "member list"),
+            ("2", "curl http://@server/v2/machines"),
+            ("2", "curl --http2-prior-knowledge http://@server/v2/machines"),
+        ] {
+            let said = run(api, address, line).await;
+            assert!(said.starts_with("exit Some(0)"), "{line}: {said}");
+            assert!(said.contains("http://<server>"), "{line}: {said}");
+            assert!(!said.contains("0.0.0.0"), "{line}: {said}");
+        }
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -3,7 +3,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
-use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
+use axum::http::request::Parts;
+use axum::http::{HeaderValue, Method, StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use serde_json::json;
 
@@ -12,6 +13,7 @@ use super::write::Verb;
 use super::{Api, not_allowed, not_found, plain};
 use crate::ETCD_VERSION;
 use crate::health::ailment;
+use crate::serve::Origin;
 
 /// How often what was asked, and when it began.
 #[derive(Debug)]
@@ -63,14 +65,10 @@ impl Stats {
 }
 
 /// Answers for everything but the keys.
-pub(crate) async fn answer(
-    api: &Api,
-    method: &Method,
-    path: &[u8],
-    headers: &HeaderMap,
-) -> Response {
-    let get = |answer: fn(&Api, &HeaderMap) -> Response| {
-        if method == Method::GET { answer(api, headers) } else { not_allowed("GET") }
+pub(crate) async fn answer(api: &Api, path: &[u8], head: &Parts) -> Response {
+    let method = &head.method;
+    let get = |answer: fn(&Api, &Parts) -> Response| {
+        if method == Method::GET { answer(api, head) } else { not_allowed("GET") }
     };
     match path {
         b"/version" => get(|_, _| {
@@ -92,14 +90,14 @@ pub(crate) async fn answer(
             json_text(format!("{{\"leader\":\"{}\",\"followers\":{{}}}}", api.member_id))
         }),
         b"/v2/machines" if matches!(*method, Method::GET | Method::HEAD) => {
-            client_url(api, headers).into_response()
+            client_url(api, head).into_response()
         }
         b"/v2/machines" => not_allowed("GET,HEAD"),
-        b"/v2/members" | b"/v2/members/" => get(|api, headers| {
-            of_cluster(api, json_text(format!("{{\"members\":[{}]}}\n", member(api, headers))))
+        b"/v2/members" | b"/v2/members/" => get(|api, head| {
+            of_cluster(api, json_text(format!("{{\"members\":[{}]}}\n", member(api, head))))
         }),
         b"/v2/members/leader" => {
-            get(|api, headers| of_cluster(api, json_text(format!("{}\n", member(api, headers)))))
+            get(|api, head| of_cluster(api, json_text(format!("{}\n", member(api, head)))))
         }
         path if path.starts_with(b"/v2/members/") => get(|api, _| {
             let answer = json_text("{\"message\":\"Not found\"}".into());
@@ -123,16 +121,15 @@ pub(crate) fn of_cluster(api: &Api, mut answer: Response) -> Response {
 }
 
 /// Where clients reach us: where this one did.
-fn client_url(api: &Api, headers: &HeaderMap) -> String {
-    let host = headers.get(header::HOST).and_then(|host| host.to_str().ok());
-    match (api.url.split_once("://"), host) {
-        (Some((scheme, _)), Some(host)) => format!("{scheme}://{host}"),
-        _ => api.url.clone(),
-    }
+fn client_url(api: &Api, head: &Parts) -> String {
+    let host = head.headers.get(header::HOST).and_then(|host| host.to_str().ok());
+    let local = || head.extensions.get::<Origin>().map(|origin| origin.local.to_string());
+    let host = host.map(str::to_owned).or_else(local).unwrap_or_default();
+    format!("{}://{host}", api.scheme)
 }
 
-fn member(api: &Api, headers: &HeaderMap) -> String {
-    let url = json!(client_url(api, headers));
+fn member(api: &Api, head: &Parts) -> String {
+    let url = json!(client_url(api, head));
     let name = json!(api.name);
     let id = &api.member_id;
     format!(r#"{{"id":"{id}","name":{name},"peerURLs":[{url}],"clientURLs":[{url}]}}"#)

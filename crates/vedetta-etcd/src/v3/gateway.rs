@@ -22,7 +22,8 @@ use prost_reflect::{
 use serde::Serialize;
 use tonic::{Code, Status};
 
-use super::{Grpc, KeyRoom, MESSAGE_BYTES};
+use super::{Grpc, MESSAGE_BYTES};
+use crate::serve::Origin;
 
 /// Where the calls are, below `/v3` and `/v3beta`.
 const ROUTES: [(&str, &str); 22] = [
@@ -67,8 +68,8 @@ pub(crate) fn router(grpc: &Grpc) -> Router {
         for (path, call) in ROUTES {
             let method = find(call).expect("the table names calls of the protocol");
             let grpc = grpc.clone();
-            let answer = move |Extension(room): Extension<KeyRoom>, body: Bytes| {
-                transcode(grpc.clone(), method.clone(), room, body)
+            let answer = move |Extension(origin): Extension<Origin>, body: Bytes| {
+                transcode(grpc.clone(), method.clone(), origin, body)
             };
             let other = async || (StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed\n");
             router = router.route(&format!("/{version}/{path}"), post(answer).fallback(other));
@@ -80,7 +81,7 @@ pub(crate) fn router(grpc: &Grpc) -> Router {
     router.layer(DefaultBodyLimit::max(2 * MESSAGE_BYTES))
 }
 
-async fn transcode(grpc: Grpc, method: MethodDescriptor, room: KeyRoom, body: Bytes) -> Response {
+async fn transcode(grpc: Grpc, method: MethodDescriptor, origin: Origin, body: Bytes) -> Response {
     let messages = match read(&method, &body) {
         Ok(messages) => messages,
         Err(status) => return refusal(&status),
@@ -89,7 +90,7 @@ async fn transcode(grpc: Grpc, method: MethodDescriptor, room: KeyRoom, body: By
     let request = Request::post(path)
         .header(header::CONTENT_TYPE, "application/grpc")
         .header(header::TE, "trailers")
-        .extension(room)
+        .extension(origin)
         .body(Full::new(messages));
     let Ok(request) = request else { return refusal(&Status::internal("not a path")) };
     let answer = grpc.call(request).await;

@@ -17,6 +17,7 @@ use super::proto::maintenance_server::Maintenance;
 use super::proto::{self, AlarmType, SnapshotResponse};
 use super::{Api, RAFT_TERM, revision, status};
 use crate::health::{Ailment, ailment};
+use crate::serve::Origin;
 
 /// Bytes of a snapshot in one message.
 const SNAPSHOT_PIECE: usize = 256 << 10;
@@ -191,13 +192,15 @@ impl Api {
 impl Cluster for Api {
     async fn member_list(
         &self,
-        _: Request<proto::MemberListRequest>,
+        request: Request<proto::MemberListRequest>,
     ) -> Result<Response<proto::MemberListResponse>, Status> {
+        let origin = request.extensions().get::<Origin>();
+        let origin = origin.ok_or_else(|| Status::internal("a call of no connection"))?;
         let member = proto::Member {
             id: self.0.member_id,
             name: self.0.name.clone(),
             peer_ur_ls: Vec::new(),
-            client_ur_ls: vec![self.0.url.clone()],
+            client_ur_ls: vec![format!("{}://{}", self.0.scheme, origin.local)],
             is_learner: false,
         };
         let header = Some(self.header(Revision(0)));

@@ -35,6 +35,7 @@ use super::proto::watch_server::Watch;
 use super::proto::{WatchCreateRequest, WatchRequest};
 use super::wire::{Events, WatchResponse};
 use super::{Api, key_range, larger_than_max, revision, status};
+use crate::serve::Origin;
 use crate::upload;
 
 /// The id of answers that are about no watch, or about one that was not made.
@@ -62,8 +63,9 @@ impl Watch for Api {
         &self,
         request: Request<Streaming<WatchRequest>>,
     ) -> Result<Response<Session>, Status> {
-        let room = request.extensions().get::<KeyRoom>().cloned();
-        let room = room.ok_or_else(|| Status::internal("a watch of no connection"))?;
+        let origin = request.extensions().get::<Origin>();
+        let origin = origin.ok_or_else(|| Status::internal("a watch of no connection"))?;
+        let room = origin.watched.clone();
         Ok(Response::new(Session::new(self.clone(), request.into_inner(), room)))
     }
 }
@@ -544,7 +546,9 @@ mod tests {
 
         let (_folder, store) = tests::store().await;
         let mut router = gateway::router(&Grpc::over(&tests::api(store.clone())));
-        let request = axum::http::Request::post("/v3/watch").extension(KeyRoom::new(1 << 20));
+        let local = (std::net::Ipv4Addr::LOCALHOST, 0).into();
+        let origin = Origin { local, watched: KeyRoom::new(1 << 20) };
+        let request = axum::http::Request::post("/v3/watch").extension(origin);
         let answer =
             router.call(request.body(axum::body::Body::from(WATCHES)).unwrap()).await.unwrap();
         let mut body = answer.into_body();

@@ -178,7 +178,8 @@ impl Ours {
         Self::start_on(address, folder, |endpoint| endpoint).await
     }
 
-    async fn start_on(
+    /// The same at an address.
+    pub(crate) async fn start_on(
         address: SocketAddr,
         folder: TempDir,
         change: impl FnOnce(Endpoint) -> Endpoint,
