@@ -3,6 +3,8 @@
 
 mod support;
 
+use std::time::Duration;
+
 use prost_reflect::{DynamicMessage, Value};
 use serde_json::{Value as Json, json};
 use support::grpc::{self, Client, Line, message};
@@ -242,6 +244,23 @@ async fn a_v3_key_that_is_no_path_is_not_seen_by_v2() {
     assert_eq!(root["nodes"][0]["nodes"], Json::Null, "{root}");
     let event = v2_event(&mut stream).await;
     assert_eq!(event["node"]["modifiedIndex"], seen);
+    // There it is all the same: its directory is not empty, and takes it along.
+    let refused = talk.v2("DELETE", "/a?dir=true", "").await;
+    let error: Json = serde_json::from_slice(&refused.body).unwrap();
+    assert_eq!((refused.status, &error["errorCode"]), (403, &json!(108)), "{error}");
+    talk.put(&"/a".repeat(513), "1").await;
+    assert_eq!(talk.range("/a/", "/a0").await.len(), 3);
+    talk.node("DELETE", "/a?recursive=true", "").await;
+    assert_eq!(talk.range("/a/", "/a0").await, []);
+    talk.put("/a//b", "1").await;
+    talk.node("PUT", "/a", "dir=true&ttl=1&prevExist=true").await;
+    assert_eq!(talk.range("/a/", "/a0").await.len(), 2, "the marker, and what is not seen");
+    soon("the directory ends", async {
+        while !talk.range("/a/", "/a0").await.is_empty() {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    })
+    .await;
     // A key that is the beginning of others is a directory to v2; v3 has both.
     talk.put("/both", "file").await;
     talk.put("/both/below", "1").await;

@@ -373,7 +373,12 @@ fn deep_txn(levels: usize) -> Vec<u8> {
     message
 }
 
+/// Long ones are more than a stream may send before it is let: they are cut off.
+const LONGEST: usize = 16_000;
+
 fn protobuf_nonsense() -> Vec<Vec<u8>> {
+    let deep = deep_txn(2_500);
+    assert!(deep.len() <= LONGEST, "cut off it is no longer deep: {}", deep.len());
     let mut rng = Rng::with_seed(7);
     let mut all = Vec::new();
     for call in CALLS {
@@ -385,12 +390,12 @@ fn protobuf_nonsense() -> Vec<Vec<u8>> {
             vec![0x0a, 0x80],
             vec![0x08; 9_000],
             vec![0x0b; 9_000],
-            deep_txn(3_000),
+            deep.clone(),
+            deep_txn(40),
         ];
         messages.extend((0..20).map(|_| (0..rng.usize(..200)).map(|_| rng.u8(..)).collect()));
         all.extend(messages.into_iter().map(|message| {
-            // Long ones are more than a stream may send before it is let: they are cut off.
-            let message = &message[..message.len().min(16_000)];
+            let message = &message[..message.len().min(LONGEST)];
             [preface(), grpc_call(1, call, message)].concat()
         }));
         // A length that does not come, a compression nobody agreed on, two messages where one is taken.
@@ -407,6 +412,25 @@ fn protobuf_nonsense() -> Vec<Vec<u8>> {
         ]);
     }
     all
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_transaction_is_refused_by_its_depth_before_anything_follows_it_down() {
+    let siege = Siege::begin().await;
+    let mut v3 = Client::connect(siege.ours.address).await.unwrap();
+    for (levels, code, words) in [
+        (40, tonic::Code::InvalidArgument, "transactions are nested more than 32 deep"),
+        // Whoever reads messages refuses these.
+        (2_500, tonic::Code::Internal, "recursion limit"),
+        (100_000, tonic::Code::Internal, "recursion limit"),
+    ] {
+        let asked = soon("an answer", v3.plain("KV/Txn", deep_txn(levels).into())).await;
+        let refused = asked.unwrap_err();
+        assert_eq!(refused.code(), code, "{levels}: {refused:?}");
+        assert!(refused.message().contains(words), "{levels}: {refused:?}");
+    }
+    drop(v3);
+    siege.end().await;
 }
 
 /// Requests that are good, to be spoilt. None grants a lease.

@@ -131,6 +131,12 @@ const V3: &[Difference] = &[
         ours: "InvalidArgument: etcdserver: duplicate key given in txn request",
     },
     Difference {
+        name: "a put and a delete of one key in a transaction",
+        lines: "txn if then put ~b 1 ; del ~a \\0 else",
+        etcd: "succeeded: true",
+        ours: "InvalidArgument: etcdserver: duplicate key given in txn request",
+    },
+    Difference {
         name: "peers",
         lines: "POST /v3/cluster/member/list {}",
         etcd: "\"peerURLs\":[\"http://",
@@ -152,6 +158,12 @@ const V3: &[Difference] = &[
         name: "cluster calls",
         lines: "POST /v3/cluster/member/add {}",
         etcd: "given member URLs are invalid",
+        ours: "404",
+    },
+    Difference {
+        name: "cluster calls",
+        lines: "POST /v3/maintenance/transfer-leadership {}",
+        etcd: "etcdserver",
         ours: "404",
     },
     Difference {
@@ -252,7 +264,7 @@ async fn the_differences_are_those_that_are_documented() {
     shown.extend([
         the_length_of_history(&mut pair).await,
         the_deepest_path(&mut pair).await,
-        the_longest_key_and_value(&mut pair).await,
+        the_longest_key_and_value(&servers, &mut pair).await,
         keys_of_the_other_api(&servers).await,
         health_over_grpc(&servers).await,
         statistics(&servers).await,
@@ -270,6 +282,7 @@ async fn the_differences_are_those_that_are_documented() {
     shown.push(hashes(&servers).await);
     shown.extend(sizes_and_defragmenting(&servers).await);
     let mut pair = v3::Pair::new(servers.addresses(), None).await;
+    shown.push(transactions_in_transactions(&mut pair).await);
     for difference in V3 {
         let case = difference.case();
         difference.check(&case, pair.run(&case).await);
@@ -328,13 +341,35 @@ async fn what_comes_on_a_stream_from_the_past(pair: &mut v2::Pair) {
 async fn the_deepest_path(pair: &mut v2::Pair) -> Name {
     let difference =
         Difference { name: "the deepest path", lines: "", etcd: "201", ours: "\"errorCode\":210" };
-    let lines = vec![format!("PUT ~{} | value=1", "/d".repeat(512))];
-    let case = Case { name: difference.name.into(), lines };
+    // `~` is a name, and a `POST` gives one.
+    for (method, names) in [("PUT", 512), ("POST", 511)] {
+        let lines = vec![format!("{method} ~{} | value=1", "/d".repeat(names))];
+        let case = Case { name: difference.name.into(), lines };
+        difference.check(&case, pair.run(&case).await);
+    }
+    difference.name
+}
+
+async fn transactions_in_transactions(pair: &mut v3::Pair) -> Name {
+    let difference = Difference {
+        name: "transactions in transactions",
+        lines: "",
+        etcd: "succeeded: true",
+        ours: "InvalidArgument: transactions are nested more than 32 deep",
+    };
+    let deep = |levels: usize| {
+        let put = "put ~a 1".to_owned();
+        let ops = (1..levels).fold(put, |ops, _| format!("txn [ if then {ops} else ]"));
+        Case { name: difference.name.into(), lines: vec![format!("txn if then {ops} else")] }
+    };
+    let case = deep(32);
+    pair.run(&case).await.unwrap_or_else(|mismatch| panic!("{}", mismatch.tell(&case)));
+    let case = deep(33);
     difference.check(&case, pair.run(&case).await);
     difference.name
 }
 
-async fn the_longest_key_and_value(pair: &mut v2::Pair) -> Name {
+async fn the_longest_key_and_value(servers: &Servers, pair: &mut v2::Pair) -> Name {
     let difference = Difference {
         name: "the longest key and value",
         lines: "",
@@ -344,6 +379,24 @@ async fn the_longest_key_and_value(pair: &mut v2::Pair) -> Name {
     let lines = vec![format!("PUT ~/a | value={}", "x".repeat(2 << 20))];
     let case = Case { name: difference.name.into(), lines };
     difference.check(&case, pair.run(&case).await);
+    let [etcd, ours] = servers.addresses();
+    let long = format!("/v2/keys/{}", "k".repeat(100_000));
+    let value = format!("value={}", "x".repeat(5 << 20));
+    assert_eq!(ask(etcd, "PUT", "/v2/keys/large", &value).await.status, 201);
+    // It takes a longer first line for no HTTP, and hangs up.
+    let longer = http::request(etcd, "PUT", &long[..5_000], None, b"");
+    let mut connection = Connection::open(etcd).await.unwrap();
+    assert!(soon("an end", connection.exchange(&longer)).await.is_err());
+    assert_eq!(ask(ours, "PUT", &long[..5_000], "value=1").await.status, 201);
+    // What they begin with is enough to refuse them: the rest would meet a closed door.
+    for (target, body, status) in [(&long[..], "value=1", 414), ("/v2/keys/large", &value, 413)] {
+        let bytes = http::request(ours, "PUT", target, None, body.as_bytes());
+        let head = bytes.windows(4).position(|end| end == b"\r\n\r\n").expect("a head") + 4;
+        let mut connection = Connection::open(ours).await.unwrap();
+        let refused = soon(target, connection.exchange(&bytes[..head])).await.unwrap();
+        assert_eq!(refused.status, status, "{}", refused.text());
+        assert!(!refused.text().contains("errorCode"), "{}", refused.text());
+    }
     difference.name
 }
 
@@ -565,6 +618,11 @@ async fn one_keyspace(servers: &Servers) -> [Name; 7] {
         let above = node("pathless").await;
         assert_eq!(above["dir"] == true, is_one, "{above}");
         assert_eq!(above["nodes"], Json::Null, "what is no path is seen by neither");
+        let refused = json(address, "DELETE", "/v2/keys/one/pathless?dir=true", "").await;
+        assert_eq!(refused["errorCode"], if is_one { 108 } else { 100 }, "{refused}");
+        ask(address, "DELETE", "/v2/keys/one/pathless?recursive=true", "").await;
+        let left = range(address, "/one/pathless//b", "").await;
+        assert_eq!(left["count"] == "1", !is_one, "{left}");
 
         put(address, "/one/both", 0).await;
         put(address, "/one/both/below", 0).await;
@@ -703,6 +761,17 @@ async fn hashes(servers: &Servers) -> Name {
     );
     assert!(etcd["hash"].is_number() && ours["hash"].is_number(), "{etcd} {ours}");
     assert_ne!(etcd["hash"], ours["hash"]);
+    let of_two_keys = async |value: &str| {
+        let ours = Ours::start().await;
+        for key in ["a", "b"] {
+            let put = format!("{{\"key\":\"{}\",\"value\":\"{}\"}}", in_json(key), in_json(value));
+            assert_eq!(ask(ours.address, "POST", "/v3/kv/put", &put).await.status, 200);
+        }
+        json(ours.address, "POST", "/v3/maintenance/hash", "{}").await["hash"].clone()
+    };
+    let hash = of_two_keys("1").await;
+    assert_eq!(hash, of_two_keys("1").await, "who has the same says the same");
+    assert_ne!(hash, of_two_keys("2").await);
     "hashes"
 }
 

@@ -240,6 +240,8 @@ fn v2_case(seed: u64) -> Case {
     Case { name: format!("v2, seed {seed}"), lines }
 }
 
+/// A sequence with three streams of events that run along, read every few operations up to a mark. Some begin midway and
+/// are asked how far they are and cancelled, some look back.
 fn v3_case(seed: u64) -> Case {
     let mut rng = Rng::with_seed(seed);
     let mut lines: Vec<String> = [
@@ -255,13 +257,35 @@ fn v3_case(seed: u64) -> Case {
     .map(Into::into)
     .into();
     let mut revision = 1;
+    // So many revisions there are for sure: those of the marks.
+    let mut marked = 0;
+    let mut midway = false;
     for number in 0..LENGTH {
         let line = v3_line(&mut rng, revision);
         revision += i64::from(!line.starts_with("range"));
         lines.push(line);
+        if number % STRIDE == STRIDE / 2 {
+            midway = rng.bool();
+            if midway {
+                lines.extend(["w> watch ~ ~\\xff", "w"].map(Into::into));
+            }
+        }
         if number % STRIDE == STRIDE - 1 {
-            lines.extend([format!("put ~b mark{number}"), "del ~b".into()]);
+            let marks =
+                [format!("put ~b mark{number}"), "del ~b".into(), format!("put ~c last{number}")];
+            marked += marks.len();
+            lines.extend(marks);
             lines.extend(["s", "t", "u"].map(|stream| format!("{stream}~mark{number}\"")));
+            if midway {
+                lines.push(format!("w~last{number}\""));
+                lines.extend(["w> progress", "w", "w> cancel 0", "w", "w-"].map(Into::into));
+            }
+            if rng.u8(..3) == 0 {
+                let from = rng.usize(1..=marked);
+                let more = one_of(&mut rng, &["", "prev_kv"]);
+                lines.push(format!("p> watch ~ ~\\xff start_revision={{{from}}} {more}"));
+                lines.extend(["p".into(), format!("p~last{number}\""), "p-".into()]);
+            }
         }
     }
     lines.extend(["revoke 501".into(), "revoke 502".into()]);

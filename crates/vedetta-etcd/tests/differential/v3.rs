@@ -6,7 +6,7 @@
 //! txn if value(~a)=1 version(~b..~c)>0 then put ~a 2 ; range ~a else txn [ if then del ~a else ]
 //! s> watch ~ ~\xff watch_id=5         sent on the stream s;  s> cancel 5;  s> progress
 //! s                                   one answer of it;  s*3 its answers until three events;  s- hang up
-//! s~mark                              its events up to one that has the mark
+//! s~mark                              its events up to one that has the mark, or to the end of a watch
 //! POST /v3/kv/put {"key":"<~a>"}      the gateway; <…> is base64
 //! g: POST /v3/watch {}                an answer that goes on;  g+ one line of it;  g- hang up
 //! ```
@@ -162,7 +162,10 @@ impl Side {
         }
         if let Some((name, mark)) = line.split_once('~').filter(|(name, _)| name.len() == 1) {
             return self
-                .events(name, |told| told.last().is_some_and(|last| last.contains(mark)))
+                .events(name, |told| {
+                    let last = told.last();
+                    last.is_some_and(|last| last.contains(mark) || last.contains("canceled: true"))
+                })
                 .await;
         }
         if let Some(name) = line.strip_suffix('-').filter(|name| name.len() == 1) {
