@@ -296,25 +296,14 @@ impl Desk {
         Ok(client.query_one(sql, &[]).await?.try_get(0)?)
     }
 
-    /// What could not be noted of those that end.
-    fn unsaid(&self, ended: &[(Claim, Fate)]) -> Vec<(Claim, Note)> {
-        let mut unsaid = self.unsaid.lock();
-        ended.iter().filter_map(|(claim, _)| Some((*claim, unsaid.remove(claim)?.1))).collect()
-    }
-
-    /// What there is to tell, and what could not be noted so far.
-    fn with_unsaid<'h>(&self, held: &'h [(Claim, Note)]) -> Cow<'h, [(Claim, Note)]> {
+    /// What could not be noted so far of these.
+    fn unsaid<'c>(&self, claims: impl Iterator<Item = &'c Claim>) -> Unsaid<'_> {
         let mut unsaid = self.unsaid.lock();
         if unsaid.is_empty() {
-            return Cow::Borrowed(held);
+            return Unsaid { desk: self, notes: Vec::new() };
         }
-        let mut held = held.to_vec();
-        for (claim, note) in &mut held {
-            if let Some((_, old)) = unsaid.remove(claim) {
-                note.add_older(old);
-            }
-        }
-        Cow::Owned(held)
+        let take = |claim: &Claim| Some((*claim, unsaid.remove(claim)?));
+        Unsaid { desk: self, notes: claims.filter_map(take).collect() }
     }
 
     /// These are to be told later.
@@ -343,6 +332,45 @@ impl Desk {
             self.queues.lock().insert(name.to_owned(), queue);
         }
         Ok(queue)
+    }
+}
+
+/// What is told once more. It is left unsaid again unless it was, also if nobody waits for that any more.
+struct Unsaid<'d> {
+    desk: &'d Desk,
+    notes: Vec<(Claim, (Instant, Note))>,
+}
+
+impl Unsaid<'_> {
+    /// With what there is to tell now.
+    fn before<'h>(&self, held: &'h [(Claim, Note)]) -> Cow<'h, [(Claim, Note)]> {
+        if self.notes.is_empty() {
+            return Cow::Borrowed(held);
+        }
+        let mut held = held.to_vec();
+        for (claim, note) in &mut held {
+            if let Some((_, (_, old))) = self.notes.iter().find(|(left, _)| left == claim) {
+                note.add_older(old.clone());
+            }
+        }
+        Cow::Owned(held)
+    }
+
+    fn forget(mut self) {
+        self.notes.clear();
+    }
+}
+
+impl Drop for Unsaid<'_> {
+    fn drop(&mut self) {
+        if self.notes.is_empty() {
+            return;
+        }
+        let mut unsaid = self.desk.unsaid.lock();
+        for (claim, (since, note)) in self.notes.drain(..) {
+            let (_, newer) = unsaid.entry(claim).or_insert_with(|| (since, Note::default()));
+            newer.add_older(note);
+        }
     }
 }
 
@@ -562,7 +590,8 @@ impl Jobs for PostgresJobs {
         }
         let client = self.desk.db.client().await?;
         let mut ours: HashSet<Claim> = HashSet::with_capacity(held.len());
-        let held = self.desk.with_unsaid(held);
+        let unsaid = self.desk.unsaid(held.iter().map(|(claim, _)| claim));
+        let held = unsaid.before(held);
         let mut left: Vec<&(Claim, Note)> = held.iter().collect();
         let began = Instant::now();
         loop {
@@ -575,14 +604,14 @@ impl Jobs for PostgresJobs {
                 };
             }
             left.retain(|(claim, note)| !note.is_empty() && kept.get(claim) == Some(&false));
-            if left.is_empty() {
-                break;
-            }
-            if began.elapsed() > PATIENCE {
-                self.desk.leave_unsaid(&left);
+            if left.is_empty() || began.elapsed() > PATIENCE {
                 break;
             }
             tokio::time::sleep(LOOK_AGAIN).await;
+        }
+        unsaid.forget();
+        if !left.is_empty() {
+            self.desk.leave_unsaid(&left);
         }
         let answer = |held| if ours.contains(held) { Kept::Ours } else { Kept::Lost };
         Ok(held.iter().map(|(claim, _)| answer(claim)).collect())
@@ -597,10 +626,13 @@ impl Jobs for PostgresJobs {
             ledger::sum_up(&client).await?;
         }
         self.desk.ended(ended.len());
-        let unsaid = self.desk.unsaid(ended);
-        if !unsaid.is_empty() {
-            keep(&client, &unsaid.iter().collect::<Vec<_>>()).await?;
+        let unsaid = self.desk.unsaid(ended.iter().map(|(claim, _)| claim));
+        if !unsaid.notes.is_empty() {
+            let notes = unsaid.notes.iter().map(|(claim, (_, note))| (*claim, note.clone()));
+            let notes: Vec<(Claim, Note)> = notes.collect();
+            keep(&client, &notes.iter().collect::<Vec<_>>()).await?;
         }
+        unsaid.forget();
         match self.desk.settle(&client, ended).await.map_err(JobsError::from) {
             Err(JobsError::Failed(_)) if ended.len() > 1 => {}
             settled => return settled,

@@ -510,6 +510,10 @@ impl Notes {
         }
     }
 
+    fn is_any(&self) -> bool {
+        !self.note.lock().is_empty()
+    }
+
     fn take(&self) -> Note {
         std::mem::take(&mut self.note.lock())
     }
@@ -517,6 +521,34 @@ impl Notes {
     /// It could not be told: what was told since is newer.
     fn put_back(&self, old: Note) {
         self.note.lock().add_older(old);
+    }
+}
+
+/// What is being told. It is put back unless it was, also if nobody waits for that any more.
+struct Untold<'h> {
+    told: Vec<(Claim, Note)>,
+    by: Vec<&'h Notes>,
+}
+
+impl<'h> Untold<'h> {
+    fn of(held: impl Iterator<Item = &'h Holding>) -> Self {
+        let take = |held: &'h Holding| ((held.given.claim, held.notes.take()), &*held.notes);
+        let (told, by) = held.map(take).unzip();
+        Self { told, by }
+    }
+
+    async fn tell(mut self, jobs: &dyn Jobs) -> Result<Vec<Kept>, JobsError> {
+        let kept = jobs.keep(&self.told).await?;
+        self.told.clear();
+        Ok(kept)
+    }
+}
+
+impl Drop for Untold<'_> {
+    fn drop(&mut self) {
+        for (notes, (_, note)) in self.by.iter().zip(self.told.drain(..)) {
+            notes.put_back(note);
+        }
     }
 }
 
@@ -651,27 +683,27 @@ impl Queue for Feed {
 
     async fn keep(&self, held: &[&Holding]) -> Result<Vec<Kept>, QueueError> {
         self.0.news.is_there.store(false, Ordering::Relaxed);
-        let told: Vec<(Claim, Note)> =
-            held.iter().map(|held| (held.given.claim, held.notes.take())).collect();
+        let news = Untold::of(held.iter().copied());
         *self.0.told_at.lock() = Some(Instant::now());
         let _turn = self.0.telling.lock().await;
-        self.0.jobs.keep(&told).await.map_err(|error| {
-            for (held, (_, note)) in held.iter().zip(told) {
-                held.notes.put_back(note);
-            }
-            failed("prolonging leases", error)
-        })
+        let kept = news.tell(&*self.0.jobs).await;
+        kept.map_err(|error| failed("prolonging leases", error))
     }
 
     async fn settle(&self, ended: &[(Holding, End<Outcome>)]) -> Result<Vec<Settled>, QueueError> {
         {
             // What they said last, after what was said before: that may be on its way, and must be there before the end.
             let _turn = self.0.telling.lock().await;
-            let last_words = ended.iter().map(|(held, _)| (held.given.claim, held.notes.take()));
-            let last_words: Vec<_> = last_words.filter(|(_, note)| !note.is_empty()).collect();
-            if !last_words.is_empty() {
-                // Nothing depends on it.
-                let _ = self.0.jobs.keep(&last_words).await;
+            let talkative = ended.iter().map(|(held, _)| held);
+            let last_words = Untold::of(talkative.filter(|held| held.notes.is_any()));
+            if !last_words.told.is_empty()
+                && let Err(error) = last_words.tell(&*self.0.jobs).await
+            {
+                // Once its end is stored nothing more can be told of a job.
+                if error.is_transient() {
+                    return Err(failed("telling what jobs said last", error));
+                }
+                tracing::warn!(error = explain(&error), "what jobs said last is lost");
             }
         }
         let fates: Vec<Option<Fate>> =

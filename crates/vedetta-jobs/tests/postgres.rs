@@ -99,6 +99,33 @@ async fn what_is_told_of_a_job_that_somebody_has_locked_holds_up_no_lease_and_is
 }
 
 #[tokio::test]
+async fn what_is_noted_later_is_not_lost_when_the_server_fails_then() {
+    let server = Server::start().await;
+    let jobs = jobs(&server, 4).await;
+    let ids = jobs.enqueue(&vec![NewJob::new("pack"); 2]).await.unwrap();
+    let claims: Vec<Claim> = take(&jobs, 2).await.iter().map(|given| given.claim).collect();
+    let says = |line: &str| Note { log: format!("{line}\n"), ..Note::default() };
+    let mut client = jobs.db().client().await.unwrap();
+    let theirs = client.transaction().await.unwrap();
+    theirs.execute("SELECT FROM vedetta_job FOR UPDATE", &[]).await.unwrap();
+    let held = [(claims[0], says("one")), (claims[1], says("one"))];
+    assert_eq!(jobs.keep(&held).await.unwrap(), [Kept::Ours; 2]);
+    theirs.rollback().await.unwrap();
+
+    let rename = |from: &str, to: &str| format!("ALTER FUNCTION {from} RENAME TO {to}");
+    client.batch_execute(&rename("vedetta_job_keep", "gone")).await.unwrap();
+    let (told, ended) = ([(claims[0], says("two"))], [(claims[1], done())]);
+    jobs.keep(&told).await.unwrap_err();
+    jobs.settle(&ended).await.unwrap_err();
+    client.batch_execute(&rename("gone", "vedetta_job_keep")).await.unwrap();
+    assert_eq!(jobs.keep(&told).await.unwrap(), [Kept::Ours]);
+    assert_eq!(jobs.settle(&ended).await.unwrap(), [Settled::Gone]);
+    for (id, log) in [(ids[0].id, "one\ntwo\n"), (ids[1].id, "one\n")] {
+        assert_eq!(jobs.job(id).await.unwrap().unwrap().log, log);
+    }
+}
+
+#[tokio::test]
 async fn what_is_said_of_a_job_that_was_done_in_a_transaction_changes_nothing_and_tells_so() {
     let server = Server::start().await;
     let jobs = jobs(&server, 4).await;

@@ -4,7 +4,7 @@
 mod suite;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -236,4 +236,86 @@ async fn what_a_job_said_is_there_before_its_end_also_if_it_ends_meanwhile() {
     assert!(!slow.overtaken.load(Ordering::SeqCst), "the end waits for what is on its way");
     assert_eq!(world.job(id).await.log, "a word\n");
     working.stop(Duration::ZERO).await;
+}
+
+/// Jobs that do not take every note.
+struct Deaf {
+    jobs: Arc<SqliteJobs>,
+    /// So many notes are refused,
+    refuses: AtomicU32,
+    /// and before that one is never answered.
+    hangs: AtomicBool,
+    told: Notify,
+}
+
+#[async_trait]
+impl Jobs for Deaf {
+    async fn enqueue(&self, jobs: &[NewJob]) -> Result<Vec<Enqueued>, JobsError> {
+        self.jobs.enqueue(jobs).await
+    }
+
+    /// For longer than the worker knows: what it could not keep in time is still its own.
+    async fn take(&self, wanted: &Wanted<'_>) -> Result<Taken, JobsError> {
+        self.jobs.take(&Wanted { lease: HOUR, ..*wanted }).await
+    }
+
+    async fn keep(&self, held: &[(Claim, Note)]) -> Result<Vec<Kept>, JobsError> {
+        if held.iter().any(|(_, note)| !note.log.is_empty()) {
+            self.told.notify_one();
+            if self.hangs.swap(false, Ordering::SeqCst) {
+                std::future::pending::<()>().await;
+            }
+            let less = |left: u32| left.checked_sub(1);
+            if self.refuses.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less).is_ok() {
+                return Err(JobsError::Unavailable("the line is down".into()));
+            }
+        }
+        self.jobs.keep(held).await
+    }
+
+    async fn settle(&self, ended: &[(Claim, Fate)]) -> Result<Vec<Settled>, JobsError> {
+        self.jobs.settle(ended).await
+    }
+
+    async fn woken(&self, queue: &str, ear: &Ear) -> Woken {
+        self.jobs.woken(queue, ear).await
+    }
+}
+
+/// What is in the log of a job that says a word and ends, which need not be heard at once.
+async fn heard(refuses: u32, hangs: bool) -> String {
+    let world = Sqlite::new().await;
+    let deaf = Arc::new(Deaf {
+        jobs: Arc::clone(&world.jobs),
+        refuses: AtomicU32::new(refuses),
+        hangs: AtomicBool::new(hangs),
+        told: Notify::new(),
+    });
+    let while_told = Arc::clone(&deaf);
+    let worker =
+        Worker::new(DEFAULT_QUEUE).lease(SHORT).handler("say", move |work: Work, (): ()| {
+            let deaf = Arc::clone(&while_told);
+            async move {
+                work.log("a word");
+                if hangs {
+                    deaf.told.notified().await;
+                }
+                Ok::<_, JobsError>(())
+            }
+        });
+    let working = worker.start(Arc::clone(&deaf) as Arc<dyn Jobs>).unwrap();
+    let id = world.add(NewJob::new("say")).await;
+    eventually("its end", async || world.state(id).await == Done).await;
+    working.stop(Duration::ZERO).await;
+    world.job(id).await.log
+}
+
+#[tokio::test]
+async fn what_a_job_said_last_is_told_again_if_the_line_drops_at_its_end() {
+    assert_eq!(heard(3, false).await, "a word\n");
+}
+
+#[tokio::test]
+async fn what_was_being_told_when_nobody_waited_for_it_any_more_is_told_again() {
+    assert_eq!(heard(0, true).await, "a word\n");
 }
