@@ -158,6 +158,7 @@ async fn workers_killed_again_and_again_on_the_embedded_file_lose_nothing() {
     };
     in_the_end(ORDERS, async || books()).await;
     journal.repeats_only_what_was_hit();
+    journal.some_were_killed_in_a_run();
     drop(worker);
 }
 
@@ -281,6 +282,7 @@ async fn lose_nothing_on_postgresql(spread: &str) {
     assert!(placed.surely > 0, "{placed:?}");
     in_the_end_on_postgresql(&url, total).await;
     journal.repeats_only_what_was_hit();
+    journal.some_were_killed_in_a_run();
     // The server may forget a claim when it is killed, and hand the record out again while its stage still runs.
     let text = journal.read();
     let story = Story::of(&text);

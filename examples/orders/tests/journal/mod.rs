@@ -35,6 +35,15 @@ impl Journal {
         text[..text.rfind('\n').map_or(0, |end| end + 1)].to_owned()
     }
 
+    /// See [`Story::cut_short`].
+    pub(crate) fn some_were_killed_in_a_run(&self) {
+        let text = self.read();
+        assert!(
+            !Story::of(&text).cut_short().is_empty(),
+            "all of them were idle when they were killed"
+        );
+    }
+
     /// See [`Story::needless`].
     pub(crate) fn repeats_only_what_was_hit(&self) {
         let text = self.read();
@@ -188,6 +197,13 @@ impl<'j> Story<'j> {
         needless
     }
 
+    /// Runs that were not over when their workers went down for good.
+    pub(crate) fn cut_short(&self) -> Vec<&Run<'j>> {
+        let is_killed =
+            |who: &str| self.hits.iter().any(|hit| hit.who == who && hit.to == usize::MAX);
+        self.runs.iter().filter(|run| !run.is_over() && is_killed(run.worker)).collect()
+    }
+
     /// Runs of one stage on one order, by two workers at the same time.
     pub(crate) fn overlaps(&self) -> Vec<(&Run<'j>, &Run<'j>)> {
         self.at_once(|run| (run.stage, run.id))
@@ -259,6 +275,18 @@ fn a_killed_worker_excuses_what_it_had_not_settled_and_nothing_else() {
     assert!(story(&[&run, &["3 down"], &again]), "another one was killed");
     assert!(story(&[&run, &again, &["1 down"]]), "it was killed later");
     assert!(story(&[&run, &["1 pack 7 settled 11 gone", "1 down"], &again]), "it had settled it");
+}
+
+#[test]
+fn a_run_that_was_cut_short_is_found() {
+    let found = |lines: &[&str]| {
+        let journal = [&[TAKEN_BY_1, "1 pack 7 1 begin\n"], lines].concat().concat();
+        Story::of(&journal).cut_short().len()
+    };
+    assert_eq!(found(&["1 down\n"]), 1);
+    assert_eq!(found(&["1 pack 7 1 end\n", "1 down\n"]), 0, "it was over");
+    assert_eq!(found(&["1 down\n", "1 up\n"]), 0, "it was only cut off");
+    assert_eq!(found(&["2 down\n"]), 0, "it was another one");
 }
 
 #[test]
