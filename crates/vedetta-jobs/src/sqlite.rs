@@ -56,7 +56,7 @@ pub const SCHEMA: Schema = Schema {
             started_at   INTEGER,
             ended_at     INTEGER,
             timeout      INTEGER,
-            -- The last take it was given back from.
+            -- The last take it came back from or ended in; negative unless its worker settled it.
             token        INTEGER,
             progress     REAL NOT NULL DEFAULT 0,
             unique_key   TEXT,
@@ -371,7 +371,7 @@ impl SqliteJobs {
         claim: Claim,
         result: Option<Json>,
     ) -> Result<bool, JobsError> {
-        Ok(self.desk.settle(tx, claim, &Fate::Done { result })? == Settled::Gone)
+        Ok(self.desk.settle_once(tx, claim, &Fate::Done { result })? == Settled::Gone)
     }
 }
 

@@ -219,6 +219,9 @@ impl<const LEASE: u64> Place<LEASE> {
 impl<const LEASE: u64> World for Place<LEASE> {
     type Jobs = Streams;
 
+    /// Who was answered is not answered again.
+    const REMEMBERS_ENDS: bool = false;
+
     async fn new() -> Self {
         // The largest payload and its headers are more than the million that is usual.
         Self::at(Arc::new(Server::start_with("max_payload: 2MB").await))

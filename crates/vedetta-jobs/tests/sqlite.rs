@@ -131,6 +131,7 @@ async fn a_job_is_done_with_what_it_wrote_or_not_at_all() {
     assert_eq!(world.state(id).await, Running);
     assert!(world.write(done(claim)).await.unwrap());
     assert_eq!((world.state(id).await, world.parcels().await), (Done, 1));
+    assert!(!world.write(done(claim)).await.unwrap(), "its parcel would be there twice");
 
     let id = world.add_many(1).await[0];
     let late = world.comes(SHORT).await.claim;

@@ -44,6 +44,17 @@ enum Back<'a> {
     Lapsed,
 }
 
+/// How a job that ran is over.
+struct Over<'a> {
+    state: JobState,
+    error: Option<&'a str>,
+    result: Option<&'a str>,
+    /// It was an attempt.
+    counts: bool,
+    /// Its worker said so, and may ask again what it was answered.
+    is_settled: bool,
+}
+
 impl Desk {
     pub(super) fn load(&self, db: &Connection) -> rusqlite::Result<()> {
         let (mut index, now) = (self.index.lock(), self.clock.now());
@@ -79,7 +90,7 @@ impl Desk {
         while let Some(row) = waiting.next()? {
             let id = JobId(row.get::<_, i64>(0)?.unsigned_abs());
             let Some(lane) = index.lane_of(row.get(1)?) else { continue };
-            let given_back: Option<i64> = row.get(4)?;
+            let given_back = row.get::<_, Option<i64>>(4)?.map(i64::abs);
             match held.remove(&id).filter(|(token, ..)| Some(*token) != given_back) {
                 Some((token, worker, started_at, lease)) => {
                     let until = now.saturating_add(lease);
@@ -341,6 +352,7 @@ impl Desk {
             return Ok(Settled::Stale);
         };
         let counts = matches!(why, Back::Failed(..) | Back::Lapsed);
+        let is_settled = !matches!(why, Back::Lapsed);
         let attempts = job.attempts + u32::from(counts);
         let (run_at, error) = match why {
             Back::Failed(after, error) => {
@@ -352,7 +364,14 @@ impl Desk {
                 let error = format!("its worker {} went away", run.worker);
                 if attempts >= job.max_attempts {
                     let error = format!("{error} in attempt {attempts} of {}", job.max_attempts);
-                    self.over(tx, id, &run, job.lane, JobState::Dead, Some(&error), None, true)?;
+                    let dead = Over {
+                        state: JobState::Dead,
+                        error: Some(&error),
+                        result: None,
+                        counts,
+                        is_settled: false,
+                    };
+                    self.over(tx, id, &run, &dead)?;
                     return Ok(Settled::Parked);
                 }
                 (now, Some(error))
@@ -366,8 +385,14 @@ impl Desk {
             self.bring_forward(tx, other, run_at)?;
             let instead = format!("job {other} of the same key goes on in its place");
             let error = error.map_or(instead.clone(), |error| format!("{error}; {instead}"));
-            let cancelled = JobState::Cancelled;
-            self.over(tx, id, &run, job.lane, cancelled, Some(&error), None, counts)?;
+            let cancelled = Over {
+                state: JobState::Cancelled,
+                error: Some(&error),
+                result: None,
+                counts,
+                is_settled,
+            };
+            self.over(tx, id, &run, &cancelled)?;
             return Ok(Settled::Gone);
         }
         let sql = "UPDATE job SET attempts = ?2, run_at = ?3, updated_at = ?4, token = ?5,
@@ -378,7 +403,7 @@ impl Desk {
             attempts,
             run_at,
             now,
-            run.token,
+            token_of(&run, is_settled),
             &*run.worker,
             run.started_at,
             error,
@@ -395,68 +420,93 @@ impl Desk {
     }
 
     /// A job that ran is over.
-    #[expect(clippy::too_many_arguments, reason = "all of it is written in one statement")]
     fn over(
         &self,
         tx: &Connection,
         id: JobId,
         run: &Run,
-        lane: LaneNo,
-        state: JobState,
-        error: Option<&str>,
-        result: Option<&str>,
-        counts: bool,
+        over: &Over<'_>,
     ) -> Result<(), JobsError> {
         let sql =
             "UPDATE job SET state = ?2, attempts = attempts + ?3, worker = ?4, started_at = ?5,
-                       ended_at = ?6, updated_at = ?6, error = ?7, result = ?8,
+                       ended_at = ?6, updated_at = ?6, error = ?7, result = ?8, token = ?9,
                        progress = CASE WHEN ?2 = 2 THEN 1 ELSE progress END
                    WHERE id = ?1";
-        let error = error.map(|error| shortened(error, LONGEST_TEXT));
         let row = params![
             id.0.cast_signed(),
-            state_number(state),
-            counts,
+            state_number(over.state),
+            over.counts,
             &*run.worker,
             run.started_at,
             self.clock.now(),
-            error,
-            result,
+            over.error.map(|error| shortened(error, LONGEST_TEXT)),
+            over.result,
+            token_of(run, over.is_settled),
         ];
         tx.prepare_cached(sql)?.execute(row)?;
-        self.index.lock().change(Op::Over { lane, state, count: 1 });
+        self.index.lock().change(Op::Over { lane: run.lane, state: over.state, count: 1 });
         Ok(())
     }
 
+    /// Takes note of how a job ended. Told again after an answer that was lost, it is answered as it was.
     pub(super) fn settle(
         &self,
         tx: &Connection,
         claim: Claim,
         fate: &Fate,
     ) -> Result<Settled, JobsError> {
-        let (now, id) = (self.clock.now(), claim.id);
-        let held = |run: &&Run| run.token == claim.token && run.until > now;
-        let Some(lane) = self.index.lock().runs.get(&id).filter(held).map(|run| run.lane) else {
-            return Ok(Settled::Stale);
-        };
-        match fate {
-            Fate::Done { result } => {
-                let Some(run) = self.end_run(tx, id)? else { return Ok(Settled::Stale) };
-                let result = result.as_ref().map(|result| result.get());
-                self.over(tx, id, &run, lane, JobState::Done, None, result, true)?;
-                Ok(Settled::Gone)
-            }
-            Fate::Dead { error } => {
-                let Some(run) = self.end_run(tx, id)? else { return Ok(Settled::Stale) };
-                self.over(tx, id, &run, lane, JobState::Dead, Some(error), None, true)?;
-                Ok(Settled::Parked)
-            }
-            Fate::Again { after, error } => {
-                self.give_back(tx, id, &Back::Failed(*after, error), now)
-            }
-            Fate::Snooze(after) => self.give_back(tx, id, &Back::Snoozed(*after), now),
-            Fate::Released => self.give_back(tx, id, &Back::Released, now),
+        match self.settle_once(tx, claim, fate)? {
+            Settled::Stale => self.said_before(tx, claim),
+            settled => Ok(settled),
         }
+    }
+
+    /// The same, and what was settled before is refused.
+    pub(super) fn settle_once(
+        &self,
+        tx: &Connection,
+        claim: Claim,
+        fate: &Fate,
+    ) -> Result<Settled, JobsError> {
+        let (now, id) = (self.clock.now(), claim.id);
+        let held = |run: &Run| run.token == claim.token && run.until > now;
+        if !self.index.lock().runs.get(&id).is_some_and(held) {
+            return Ok(Settled::Stale);
+        }
+        let (state, error, result, settled) = match fate {
+            Fate::Done { result } => {
+                let result = result.as_ref().map(|result| result.get());
+                (JobState::Done, None, result, Settled::Gone)
+            }
+            Fate::Dead { error } => (JobState::Dead, Some(&**error), None, Settled::Parked),
+            Fate::Again { after, error } => {
+                return self.give_back(tx, id, &Back::Failed(*after, error), now);
+            }
+            Fate::Snooze(after) => return self.give_back(tx, id, &Back::Snoozed(*after), now),
+            Fate::Released => return self.give_back(tx, id, &Back::Released, now),
+        };
+        let Some(run) = self.end_run(tx, id)? else { return Ok(Settled::Stale) };
+        self.over(tx, id, &run, &Over { state, error, result, counts: true, is_settled: true })?;
+        Ok(settled)
+    }
+
+    /// What became of a claim that was settled before, if that still stands.
+    fn said_before(&self, tx: &Connection, claim: Claim) -> Result<Settled, JobsError> {
+        if self.index.lock().runs.contains_key(&claim.id) {
+            return Ok(Settled::Stale);
+        }
+        let sql = "SELECT state, run_at FROM job WHERE id = ?1 AND token = ?2";
+        let number = i64::try_from(claim.id.0).unwrap_or(0);
+        let stands = |row: &Row<'_>| Ok((state_of(row.get(0)?), row.get::<_, i64>(1)?));
+        let found = tx.prepare_cached(sql)?.query_row([number, claim.token], stands).optional()?;
+        Ok(match found {
+            None => Settled::Stale,
+            Some((JobState::Done | JobState::Cancelled, _)) => Settled::Gone,
+            Some((JobState::Dead, _)) => Settled::Parked,
+            Some((JobState::Waiting | JobState::Running, run_at)) => {
+                Settled::Again(Clock::delay(run_at.saturating_sub(self.clock.now())))
+            }
+        })
     }
 
     pub(super) fn note(&self, tx: &Connection, id: JobId, note: &Note) -> Result<(), JobsError> {
@@ -495,7 +545,7 @@ impl Desk {
         }
         let now = self.clock.now();
         let sql = "UPDATE job SET state = 0, attempts = 0, run_at = ?2, updated_at = ?2,
-                       ended_at = NULL, started_at = NULL, worker = NULL, progress = 0,
+                       token = -abs(token), ended_at = NULL, started_at = NULL, worker = NULL, progress = 0,
                        message = NULL
                    WHERE id = ?1";
         tx.prepare_cached(sql)?.execute(params![id.0.cast_signed(), now])?;
@@ -523,12 +573,20 @@ impl Desk {
         }
         is_here(id, &job)?;
         if let Some(run) = self.end_run(tx, id)? {
-            self.over(tx, id, &run, job.lane, JobState::Cancelled, None, None, true)?;
+            let cancelled = Over {
+                state: JobState::Cancelled,
+                error: None,
+                result: None,
+                counts: true,
+                is_settled: false,
+            };
+            self.over(tx, id, &run, &cancelled)?;
             self.ring(job.lane, Woken::Look);
             return Ok(Change::Made);
         }
         self.leave(id, &job);
-        let sql = "UPDATE job SET state = 4, ended_at = ?2, updated_at = ?2 WHERE id = ?1";
+        let sql = "UPDATE job SET state = 4, ended_at = ?2, updated_at = ?2, token = -abs(token)
+                   WHERE id = ?1";
         tx.prepare_cached(sql)?.execute(params![id.0.cast_signed(), self.clock.now()])?;
         let cancelled = Op::Over { lane: job.lane, state: JobState::Cancelled, count: 1 };
         self.index.lock().change(cancelled);
@@ -731,6 +789,11 @@ impl Desk {
         }
         Ok(answers)
     }
+}
+
+/// As it is written to the row of a job: the one of a claim that was settled is as it was, so that it is known again.
+fn token_of(run: &Run, is_settled: bool) -> i64 {
+    if is_settled { run.token } else { -run.token }
 }
 
 /// What was told before of a job that is kept elsewhere.

@@ -53,7 +53,7 @@ impl Desk {
         let index = self.index.lock();
         let queue = index.lane_of(number).map(|lane| index.lanes[lane].name.clone());
         drop(index);
-        let given_back: Option<i64> = row.get(23)?;
+        let given_back = row.get::<_, Option<i64>>(23)?.map(i64::abs);
         let connection = match (row.get::<_, Option<String>>(24)?, row.get::<_, Option<i64>>(25)?) {
             (Some(connection), Some(id)) => format!("{connection}/{id}"),
             // Its number there is another job's by now.

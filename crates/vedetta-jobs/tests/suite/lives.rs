@@ -7,13 +7,13 @@ use vedetta_core::JobState::{Dead, Done, Running, Waiting};
 use vedetta_core::Trace;
 use vedetta_core::queue::{Kept, Settled};
 use vedetta_jobs::{
-    Fate, HIGHEST_PRIORITY, Jobs as _, JobsError, LARGEST, LOG_TAIL, LONGEST_TEXT, Ledger as _,
-    NewJob, Note, When,
+    Change, Fate, HIGHEST_PRIORITY, Jobs as _, JobsError, LARGEST, LOG_TAIL, LONGEST_TEXT,
+    Ledger as _, NewJob, Note, When,
 };
 
 use super::{
     ALL, ANNA, Ask as _, AskLedger as _, HOUR, LedgerWorld, SHORT, again, dead, done, eventually,
-    json, lapse,
+    is_the_same, json, lapse,
 };
 
 /// What times are compared to.
@@ -181,9 +181,12 @@ pub async fn who_let_a_lease_lapse_changes_nothing_whether_or_not_somebody_took_
 >() {
     let world = W::new().await;
     let id = world.add_many(1).await[0];
-    for is_taken_by_another in [false, true] {
+    for (is_noticed, is_taken_by_another) in [(false, false), (true, false), (true, true)] {
         let late = world.comes(SHORT).await.claim;
         lapse(SHORT).await;
+        if is_noticed {
+            world.taken(0, HOUR).await;
+        }
         if is_taken_by_another {
             world.comes(HOUR).await;
         }
@@ -202,10 +205,11 @@ pub async fn an_end_that_is_told_twice_counts_once<W: LedgerWorld>() {
     for fate in [done(), again(HOUR), dead(), Fate::Snooze(HOUR), Fate::Released] {
         let id = world.add_many(1).await[0];
         let claim = world.take_one().await.claim;
-        world.settle(claim, fate.clone()).await;
+        let first = world.settle(claim, fate.clone()).await;
         let before = format!("{:?}", world.job(id).await);
         for fate in [fate, done()] {
-            world.settle(claim, fate).await;
+            let second = world.settle(claim, fate).await;
+            assert!(is_the_same(first, second), "{second:?} after {first:?}");
             assert_eq!(format!("{:?}", world.job(id).await), before);
         }
         world.jobs().delete(id).await.unwrap();
@@ -216,6 +220,30 @@ pub async fn an_end_that_is_told_twice_counts_once<W: LedgerWorld>() {
     let settled = world.jobs().settle(&[(claim, dead()), (claim, done())]).await.unwrap();
     assert_eq!(settled[0], Settled::Parked);
     assert_eq!(world.job(id).await.status, Dead);
+}
+
+pub async fn what_somebody_changed_by_hand_is_not_answered_as_the_worker_told_it<
+    W: LedgerWorld,
+>() {
+    let world = W::new().await;
+    let jobs = world.jobs();
+    for (fate, cancels, retries) in
+        [(None, true, false), (Some(again(HOUR)), true, false), (Some(dead()), false, true)]
+    {
+        let id = world.add_many(1).await[0];
+        let claim = world.take_one().await.claim;
+        if let Some(fate) = fate {
+            world.settle(claim, fate).await;
+        }
+        if cancels {
+            assert_eq!(jobs.cancel(id).await.unwrap(), Change::Made);
+        }
+        if retries {
+            assert_eq!(jobs.retry(id).await.unwrap(), Change::Made);
+        }
+        assert_eq!(world.settle(claim, done()).await, Settled::Stale, "{:?}", world.job(id).await);
+        jobs.delete(id).await.unwrap();
+    }
 }
 
 pub async fn what_a_worker_tells_of_a_job_is_seen<W: LedgerWorld>() {

@@ -45,6 +45,9 @@ pub trait World: Sized {
     /// How it is spoken to.
     type Jobs: Jobs;
 
+    /// It knows an end again for as long as that stands, whoever was answered.
+    const REMEMBERS_ENDS: bool = true;
+
     /// A new one, which nobody else uses.
     async fn new() -> Self;
 
@@ -237,6 +240,14 @@ pub fn claims(given: &[Given]) -> Vec<Claim> {
     given.iter().map(|given| given.claim).collect()
 }
 
+/// Whether an end that was told again is answered as it was: what is due later is due sooner by then.
+pub fn is_the_same(first: Settled, second: Settled) -> bool {
+    match (first, second) {
+        (Settled::Again(first), Settled::Again(second)) => second <= first,
+        (first, second) => first == second,
+    }
+}
+
 /// Waits until it is so.
 pub async fn eventually(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
     soon(what, async {
@@ -319,6 +330,7 @@ macro_rules! ledger_suite {
                 a_job_whose_workers_went_away_too_often_is_dead
                 who_let_a_lease_lapse_changes_nothing_whether_or_not_somebody_took_the_job
                 an_end_that_is_told_twice_counts_once
+                what_somebody_changed_by_hand_is_not_answered_as_the_worker_told_it
                 what_a_worker_tells_of_a_job_is_seen
                 of_two_who_tell_of_a_job_at_once_neither_loses_a_line
                 of_a_log_the_last_whole_lines_are_kept
