@@ -146,6 +146,23 @@ async fn a_job_is_done_with_what_it_wrote_or_not_at_all() {
 }
 
 #[tokio::test]
+async fn what_was_handed_out_and_given_back_again_and_again_waits_after_a_restart() {
+    let world = Sqlite::new().await;
+    let id = world.add_many(1).await[0];
+    // What it was handed out with runs on each time, so that all these takes are still known.
+    for _ in 0..50 {
+        world.add_many(1).await;
+        let given = world.take(ALL).await;
+        assert_eq!((given.len(), given[0].claim.id), (2, id));
+        world.settle(given[0].claim, Fate::Released).await;
+        lapse(Duration::ZERO).await;
+    }
+    let world = world.reopened().await;
+    let given = world.take_one().await;
+    assert_eq!((given.claim.id, given.attempt), (id, 1));
+}
+
+#[tokio::test]
 async fn a_file_from_before_jobs_had_traces_goes_on_as_it_was() {
     let folder = Arc::new(TempDir::new().unwrap());
     let before = Schema { steps: &SCHEMA.steps[..1], ..SCHEMA };

@@ -73,7 +73,9 @@ impl Desk {
             index.change(Op::Over { lane, state: state_of(state), count });
         }
         let mut held: HashMap<JobId, (i64, Arc<str>, i64, i64)> = HashMap::new();
-        let mut takes = db.prepare("SELECT token, worker, at, lease, ids FROM job_take")?;
+        // A job that was handed out again is in both takes: the last counts.
+        let sql = "SELECT token, worker, at, lease, ids FROM job_take ORDER BY at";
+        let mut takes = db.prepare(sql)?;
         let mut takes = takes.query([])?;
         while let Some(take) = takes.next()? {
             let worker: Arc<str> = take.get::<_, String>(1)?.into();
