@@ -498,7 +498,13 @@ impl Jobs for JetStream {
     async fn keep(&self, held: &[(Claim, Note)]) -> Result<Vec<Kept>, JobsError> {
         let shared = &self.shared;
         shared.connected()?;
-        try_join_all(held.iter().map(|(claim, note)| shared.keep(*claim, note))).await
+        let prolonged = join_all(held.iter().map(|(claim, _)| shared.prolong(*claim))).await;
+        let prolonged = prolonged.into_iter().collect::<Result<Vec<_>, _>>()?;
+        // After an error all of it is told again: so nothing of it is noted before all is well.
+        let note = |((claim, note), letter): (&(Claim, Note), Option<Arc<Letter>>)| {
+            letter.map_or(Kept::Lost, |letter| shared.note(*claim, note, &letter))
+        };
+        Ok(held.iter().zip(prolonged).map(note).collect())
     }
 
     /// An end that comes too late is refused, as somebody else may have the job by then. Told again after an
@@ -777,14 +783,22 @@ impl Shared {
         confirmed.map(|_| ()).map_err(|error| unavailable("acknowledging", error))
     }
 
-    async fn keep(&self, claim: Claim, note: &Note) -> Result<Kept, JobsError> {
+    /// Prolongs the lease of one that is still ours.
+    async fn prolong(&self, claim: Claim) -> Result<Option<Arc<Letter>>, JobsError> {
         let asked = Instant::now();
         let found = self.state.lock().held(claim, asked).map(|held| Arc::clone(&held.letter));
-        let Some(letter) = found else { return Ok(Kept::Lost) };
+        let Some(letter) = found else { return Ok(None) };
         self.confirm(&letter, AckKind::Progress).await?;
         let mut state = self.state.lock();
-        let Some(held) = state.held(claim, Instant::now()) else { return Ok(Kept::Lost) };
+        let Some(held) = state.held(claim, Instant::now()) else { return Ok(None) };
         held.until = asked + self.options.ack_wait;
+        Ok(Some(letter))
+    }
+
+    /// Takes note of what there is to tell of one whose lease was prolonged.
+    fn note(&self, claim: Claim, note: &Note, letter: &Letter) -> Kept {
+        let mut state = self.state.lock();
+        let Some(held) = state.held(claim, Instant::now()) else { return Kept::Lost };
         if !note.is_empty() && self.telling.is_some() {
             let story = &mut held.story;
             if let Some(progress) = note.progress {
@@ -794,10 +808,10 @@ impl Shared {
                 story.message = Some(shortened(message, LONGEST_TEXT));
             }
             story.log = tail(&story.log, &note.log);
-            let step = Step::of(JobState::Running, held.attempt, &letter, story);
-            self.tell_of(&letter, &step);
+            let step = Step::of(JobState::Running, held.attempt, letter, story);
+            self.tell_of(letter, &step);
         }
-        Ok(Kept::Ours)
+        Kept::Ours
     }
 
     /// Those that are still ours, and were not settled before: what was is answered as it was then.

@@ -120,7 +120,7 @@ pub struct NewJob {
     /// When it may begin.
     #[serde(default)]
     pub run_at: When,
-    /// How often it may begin before it counts as dead.
+    /// How often it may be handed out, and not be given back, before it counts as dead.
     #[serde(default = "attempts")]
     pub max_attempts: u32,
     /// How long one attempt may take; nothing said: as long as its handler allows.
@@ -331,7 +331,8 @@ pub enum Fate {
         /// What came of it.
         result: Option<Json>,
     },
-    /// It failed, and is tried again.
+    /// It failed, and is tried again, whatever its attempts: who has it fail for the last time says that it is dead.
+    /// A stream, which would not hand it out once more, has it be dead then.
     Again {
         /// After so long.
         after: Duration,
@@ -369,7 +370,7 @@ pub struct Job {
     pub cost: u32,
     /// See [`PRIORITY_STEP`].
     pub priority: i16,
-    /// How often it began.
+    /// How often it was handed out and not given back.
     pub attempts: u32,
     /// After so many it counts as dead.
     pub max_attempts: u32,

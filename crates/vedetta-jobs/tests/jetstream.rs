@@ -1098,6 +1098,37 @@ async fn record(records: &SqliteJobs) -> Job {
     page.jobs.remove(0)
 }
 
+#[tokio::test]
+async fn what_is_told_of_several_jobs_is_there_once_even_if_only_some_are_confirmed() {
+    let server = Server::start().await;
+    let link = Proxy::to(server.address()).await;
+    let (_folder, records) = records().await;
+    let monitor: Arc<dyn Monitor> = Arc::clone(&records) as _;
+    let url = format!("nats://{}", link.address());
+    let jobs = JetStream::open(&url, steady(), Some(monitor)).await.unwrap();
+    jobs.enqueue(&vec![NewJob::new("film"); 2]).await.unwrap();
+    let claims = [comes(&jobs).await.claim, comes(&jobs).await.claim];
+    let mut lines = String::new();
+    // With some of these one confirmation comes through, and not the other.
+    for bytes in [60, 80, 110, 150] {
+        let log = format!("{bytes} bytes\n");
+        lines.push_str(&log);
+        let told = claims.map(|claim| (claim, Note { log: log.clone(), ..Note::default() }));
+        link.allow(bytes);
+        let kept = jobs.keep(&told).await;
+        link.mend();
+        if kept.is_err() {
+            assert_eq!(jobs.keep(&told).await.unwrap(), [Kept::Ours; 2]);
+        }
+    }
+    for claim in claims {
+        assert_eq!(settle(&jobs, claim, done()).await, Settled::Gone);
+    }
+    let page = records.list(&Filter::default(), None, 10).await.unwrap();
+    let logs: Vec<&str> = page.jobs.iter().map(|job| job.log.as_str()).collect();
+    assert_eq!(logs, [&*lines; 2]);
+}
+
 /// Records that fail, before or after they have written down an end.
 struct Failing {
     records: Arc<SqliteJobs>,
