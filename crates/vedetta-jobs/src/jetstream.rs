@@ -958,10 +958,11 @@ impl Shared {
         let back = |after: Duration| AckKind::Nak(Some(after.min(LONGEST_DELAY)));
         let settled = match fate {
             Fate::Done { .. } => unreachable!("what is done is acknowledged"),
-            Fate::Dead { error } => self.dies(going, &Death { reason: "failed", error }).await?,
-            Fate::Again { error, .. } if *attempt >= most => {
+            // A worker says itself that a job is dead that failed in its last attempt.
+            Fate::Dead { error } | Fate::Again { error, .. } if *attempt >= most => {
                 self.dies(going, &Death { reason: "failed-too-often", error }).await?
             }
+            Fate::Dead { error } => self.dies(going, &Death { reason: "failed", error }).await?,
             Fate::Again { after, error } => {
                 self.confirm(letter, back(*after)).await?;
                 step.error = Some(error.clone());

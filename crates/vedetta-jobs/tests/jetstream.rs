@@ -770,25 +770,29 @@ async fn what_fails_for_good_is_a_dead_letter_before_it_is_gone() {
     let server = Server::start().await;
     let jobs = open(&server, patient()).await;
     let context = stranger(&server).await;
-    let job = NewJob { max_attempts: 1, ..NewJob::new("mail") };
-    jobs.enqueue(&[job.clone().payload(&7).unwrap(), job.payload(&8).unwrap()]).await.unwrap();
-    let error = "no such\r\norder ✗".to_owned();
-    let first = comes(&jobs).await.claim;
-    assert_eq!(settle(&jobs, first, Fate::Dead { error: error.clone() }).await, Settled::Parked);
-    let again = Fate::Again { after: Duration::ZERO, error };
-    let second = comes(&jobs).await.claim;
-    assert_eq!(settle(&jobs, second, again).await, Settled::Parked, "it was its last attempt");
-    for (number, reason, body) in [(1, "failed", "7"), (2, "failed-too-often", "8")] {
+    let error = || "no such\r\norder ✗".to_owned();
+    let dead = Fate::Dead { error: error() };
+    let again = Fate::Again { after: Duration::ZERO, error: error() };
+    let ends = [
+        (2, dead.clone(), "failed"),
+        (1, dead, "failed-too-often"),
+        (1, again, "failed-too-often"),
+    ];
+    for (number, (max_attempts, fate, reason)) in (1..).zip(ends) {
+        let job = NewJob { max_attempts, ..NewJob::new("mail") };
+        jobs.enqueue(&[job.payload(&number).unwrap()]).await.unwrap();
+        let claim = comes(&jobs).await.claim;
+        assert_eq!(settle(&jobs, claim, fate).await, Settled::Parked);
         let (headers, found) = dead_letter(&context, number).await;
-        assert_eq!(found, body);
+        assert_eq!(found, number.to_string());
         for (name, value) in [
             ("Vedetta-Kind", "mail"),
-            ("Vedetta-Max-Attempts", "1"),
+            ("Vedetta-Max-Attempts", max_attempts.to_string().as_str()),
             ("Vedetta-Dead-Reason", reason),
             ("Vedetta-Dead-Error", "no such  order ✗"),
             ("Vedetta-Dead-Stream", STREAM),
             ("Vedetta-Dead-Subject", SUBJECT),
-            ("Vedetta-Dead-Sequence", body.replace('7', "1").replace('8', "2").as_str()),
+            ("Vedetta-Dead-Sequence", number.to_string().as_str()),
             ("Vedetta-Dead-Deliveries", "1"),
         ] {
             assert_eq!(headers.get(name).map(String::as_str), Some(value), "{name}");
