@@ -202,7 +202,9 @@ function job(told) {
 function stats(now) {
   for (const node of document.querySelectorAll("[data-stat]")) {
     const value = node.dataset.stat.split(".").reduce((thing, name) => thing?.[name], now);
-    ways[node.dataset.b](node, value);
+    // What cannot be read now is not told.
+    if (value === undefined) set(node, "–");
+    else ways[node.dataset.b](node, value);
   }
 }
 
@@ -221,18 +223,43 @@ function change(changes) {
   while (table.rows.length > Number(table.dataset.most)) table.deleteRow(-1);
 }
 
-const each = (kind, name) => (thing) => row(kind, name(thing)).forEach((node) => fill(node, thing));
-
-const queue = (thing) => row("queue", thing.name).forEach((node) => (thing.gone ? node.remove() : fill(node, thing)));
-
-// The buttons of a new row are for it.
+// The buttons and links of a new row are for it.
 function address(tr, id) {
-  for (const form of tr.querySelectorAll("form")) {
-    form.setAttribute("action", form.getAttribute("action").replace("%7Bid%7D", () => encodeURIComponent(id)));
+  for (const [nodes, name] of [["form", "action"], ["a[href]", "href"]]) {
+    for (const node of tr.querySelectorAll(nodes)) {
+      node.setAttribute(name, node.getAttribute(name).replace("%7Bid%7D", () => encodeURIComponent(id)));
+    }
   }
   for (const node of tr.querySelectorAll("[aria-label]")) {
     node.setAttribute("aria-label", node.getAttribute("aria-label").replace("{id}", () => id));
   }
+}
+
+// A row for what was not there when the page was made, if there is room for it.
+function add(kind, id, name) {
+  const table = byId(`${kind}-rows`);
+  if (table === null || row(kind, id).length > 0 || table.rows.length >= Number(table.dataset.most ?? Infinity)) return;
+  const tr = clone(`${kind}-row`);
+  tr.dataset[kind] = id;
+  address(tr, name);
+  table.append(tr);
+  begun(kind);
+  byId(`${kind}-there`).hidden = false;
+}
+
+function queue(thing) {
+  if (thing.gone) return row("queue", thing.name).forEach((node) => node.remove());
+  add("queue", thing.name, thing.name);
+  row("queue", thing.name).forEach((node) => fill(node, thing));
+}
+
+function watcher(thing) {
+  if (thing.gone) return row("watcher", thing.name).forEach(gone);
+  // One that has come back has its buttons again.
+  for (const node of row("watcher", thing.name)) if (node.classList.contains("gone")) node.remove();
+  add("watcher", thing.name, thing.name);
+  const prefix = thing.prefix ?? `base64 ${thing.prefix_b64}`;
+  row("watcher", thing.name).forEach((node) => fill(node, { ...thing, prefix }));
 }
 
 function worker(thing) {
@@ -307,8 +334,9 @@ function troubles({ name, gone }) {
 
 // How fast a stage goes, by what was done when it was last told.
 const paces = new Map();
+const called = ({ entity, stage }) => `${JSON.stringify(entity)} ${JSON.stringify(stage)}`;
 function pace(stage) {
-  const name = `${JSON.stringify(stage.entity)} ${JSON.stringify(stage.stage)}`;
+  const name = called(stage);
   if (stage.gone) {
     paces.delete(name);
     return row("stage", name).forEach((node) => node.remove());
@@ -317,6 +345,7 @@ function pace(stage) {
   const at = Date.now();
   const rate = last && at > last.at ? Math.round(((stage.done - last.done) * 1000) / (at - last.at)) : undefined;
   if (last === undefined || at - last.at >= 900) paces.set(name, { at, done: stage.done });
+  add("stage", name, name);
   row("stage", name).forEach((node) => fill(node, rate === undefined ? stage : { ...stage, rate }));
 }
 
@@ -325,7 +354,7 @@ on("queue", queue);
 on("worker", worker);
 on("supervisor", supervisor);
 on("stage", pace);
-on("watcher", (watcher) => row("watcher", watcher.name).forEach((node) => (watcher.gone ? gone(node) : fill(node, watcher))));
+on("watcher", watcher);
 on("watcher", troubles);
 on("kv", ({ changes }) => change(changes));
 on("stats", stats);
@@ -352,7 +381,7 @@ function everybody({ workers, supervisors }) {
 async function refresh() {
   const reads = [];
   if (document.querySelector("[data-stat]") !== null) reads.push(ask("overview").then(stats));
-  if (document.querySelector("[data-queue]") !== null) {
+  if (byId("queue-rows") !== null) {
     reads.push(ask("queues").then(({ queues }) => {
       const there = new Set(queues.map(({ name }) => name));
       for (const { dataset } of document.querySelectorAll("[data-queue]")) {
@@ -369,7 +398,16 @@ async function refresh() {
     reads.push(ask(`jobs?${query}`).then((list) => list.jobs.forEach(job)));
   }
   if (page === "workers") reads.push(ask("workers").then(everybody));
-  if (page === "watchers") reads.push(ask("watchers").then(({ watchers }) => watchers.forEach(each("watcher", ({ name }) => name))));
+  if (page === "watchers") reads.push(ask("watchers").then(({ watchers }) => watchers.forEach(watcher)));
+  if (page === "stages") {
+    reads.push(ask("stages").then(({ stages }) => {
+      const there = new Set(stages.map(called));
+      for (const node of document.querySelectorAll("[data-stage]")) {
+        if (!there.has(node.dataset.stage)) node.remove();
+      }
+      stages.forEach(pace);
+    }));
+  }
   await Promise.all(reads);
 }
 

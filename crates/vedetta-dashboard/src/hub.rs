@@ -510,7 +510,7 @@ impl Look<'_> {
         {
             observed.counted(&counts);
             let queues = live.with_rates(counts, &workers);
-            overview = Some(Overview::with(&self.context.store, live, &queues, &workers));
+            overview = Some(Overview::with(&self.context.store, live, Some(&queues), &workers));
             read.push(Topic::Queue);
             there.extend(queues.iter().map(|queue| (Topic::Queue, queue.name.clone())));
             for queue in queues.into_iter().take(ROWS) {
@@ -578,8 +578,10 @@ impl Look<'_> {
             );
         }
         if is_full {
+            // A server that keeps no jobs has none.
+            let none = observed.is_none().then_some(&[][..]);
             let overview =
-                overview.unwrap_or_else(|| Overview::new(&self.context.store, live, &[]));
+                overview.unwrap_or_else(|| Overview::new(&self.context.store, live, none));
             hub.tell(Topic::Stats, &overview);
         }
     }

@@ -159,13 +159,15 @@ pub(crate) struct Overview {
     pub(crate) leases: usize,
     pub(crate) watchers: usize,
     pub(crate) size: u64,
-    pub(crate) jobs: JobsNow,
+    /// Nothing while they cannot be read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) jobs: Option<JobsNow>,
     #[serde(with = "stamp")]
     pub(crate) now: SystemTime,
 }
 
 /// The jobs of all queues together.
-#[derive(Debug, Clone, Default, Serialize)]
+#[derive(Debug, Clone, Serialize)]
 pub(crate) struct JobsNow {
     pub(crate) queues: usize,
     pub(crate) paused: usize,
@@ -185,7 +187,8 @@ pub(crate) struct JobsNow {
 }
 
 impl Overview {
-    pub(crate) fn new(store: &Store, live: &Live, queues: &[QueueInfo]) -> Self {
+    /// Without queues that could be read nothing is said of jobs.
+    pub(crate) fn new(store: &Store, live: &Live, queues: Option<&[QueueInfo]>) -> Self {
         Self::with(store, live, queues, &live.workers())
     }
 
@@ -193,15 +196,10 @@ impl Overview {
     pub(crate) fn with(
         store: &Store,
         live: &Live,
-        queues: &[QueueInfo],
+        queues: Option<&[QueueInfo]>,
         workers: &[WorkerRow],
     ) -> Self {
         let status = store.status();
-        let sum = |of: fn(&QueueInfo) -> u64| queues.iter().map(of).sum();
-        let (done_per_minute, failed_per_minute) =
-            live.observed.as_ref().map_or((0, 0), |observed| observed.last_minute(None));
-        let workers: Vec<&WorkerRow> = workers.iter().filter(|worker| worker.is_there()).collect();
-        let capacity: u32 = workers.iter().filter_map(|worker| worker.capacity).sum();
         Self {
             revision: status.revision.0,
             oldest: status.compacted.0,
@@ -209,26 +207,35 @@ impl Overview {
             leases: status.leases,
             watchers: status.watchers,
             size: status.size,
-            jobs: JobsNow {
-                queues: queues.len(),
-                paused: queues
-                    .iter()
-                    .filter(|queue| queue.mode != vedetta_jobs::Mode::Open)
-                    .count(),
-                ready: sum(|queue| queue.ready),
-                scheduled: sum(|queue| queue.scheduled),
-                running: sum(|queue| queue.running),
-                slots: sum(|queue| queue.slots),
-                capacity: capacity.into(),
-                done: sum(|queue| queue.done),
-                dead: sum(|queue| queue.dead),
-                cancelled: sum(|queue| queue.cancelled),
-                oldest_ms: queues.iter().filter_map(|queue| queue.oldest_ms).max(),
-                done_per_minute,
-                failed_per_minute,
-                workers: workers.len(),
-            },
+            jobs: queues.map(|queues| JobsNow::new(live, queues, workers)),
             now: SystemTime::now(),
+        }
+    }
+}
+
+impl JobsNow {
+    fn new(live: &Live, queues: &[QueueInfo], workers: &[WorkerRow]) -> Self {
+        let sum = |of: fn(&QueueInfo) -> u64| queues.iter().map(of).sum();
+        let (done_per_minute, failed_per_minute) =
+            live.observed.as_ref().map_or((0, 0), |observed| observed.last_minute(None));
+        let workers: Vec<&WorkerRow> = workers.iter().filter(|worker| worker.is_there()).collect();
+        let capacity: u32 = workers.iter().filter_map(|worker| worker.capacity).sum();
+        let paused = queues.iter().filter(|queue| queue.mode != vedetta_jobs::Mode::Open);
+        Self {
+            queues: queues.len(),
+            paused: paused.count(),
+            ready: sum(|queue| queue.ready),
+            scheduled: sum(|queue| queue.scheduled),
+            running: sum(|queue| queue.running),
+            slots: sum(|queue| queue.slots),
+            capacity: capacity.into(),
+            done: sum(|queue| queue.done),
+            dead: sum(|queue| queue.dead),
+            cancelled: sum(|queue| queue.cancelled),
+            oldest_ms: queues.iter().filter_map(|queue| queue.oldest_ms).max(),
+            done_per_minute,
+            failed_per_minute,
+            workers: workers.len(),
         }
     }
 }
@@ -239,8 +246,8 @@ pub(crate) async fn overview(
     query: Query,
 ) -> Result<Response, ApiError> {
     query.end()?;
-    let queues = context.live.queues().await.unwrap_or_default();
-    Ok(Json(Overview::new(&context.store, &context.live, &queues)).into_response())
+    let queues = context.live.queues().await.ok();
+    Ok(Json(Overview::new(&context.store, &context.live, queues.as_deref())).into_response())
 }
 
 /// The range that is told unless another is asked for.

@@ -1142,7 +1142,7 @@ fn general() -> Schemas {
                 ("leases", whole()),
                 ("watchers", whole()),
                 ("size", whole()),
-                ("jobs", one("JobsNow")),
+                ("jobs?", one("JobsNow")),
                 ("now", time()),
             ]),
         ),

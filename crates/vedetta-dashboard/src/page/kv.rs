@@ -63,7 +63,7 @@ async fn body(context: &Context, mut query: Query) -> Result<Markup, ApiError> {
     let revision = at.unwrap_or(found.revision);
     let last = found.keys.last().filter(|_| found.more);
     let next = last.map(|last| Cursor::encode(revision, last.key()));
-    let now = Overview::new(&context.store, &context.live, &[]);
+    let now = Overview::new(&context.store, &context.live, None);
     let changes = changes(context).await;
     let typed = String::from_utf8_lossy(&prefix);
     let heads =

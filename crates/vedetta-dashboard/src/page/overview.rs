@@ -39,7 +39,8 @@ async fn body(context: &Context, visit: &Visit, mut query: Query) -> Result<Mark
         Ok(queues) => (queues, None),
         Err(error) => (Vec::new(), Some(vedetta_core::explain(&error))),
     };
-    let now = Overview::new(&context.store, live, &queues);
+    let known = trouble.is_none().then_some(&queues[..]);
+    let now = Overview::new(&context.store, live, known);
     let mut news = Vec::new();
     if let Some(observed) = &live.observed
         && trouble.is_none()
@@ -55,7 +56,7 @@ async fn body(context: &Context, visit: &Visit, mut query: Query) -> Result<Mark
         @for queue in queues.iter().filter(|queue| queue.mode != Mode::Open) {
             p.alert { "The queue " a href="/queues" { (queue.name) } " is " (queues::word(queue.mode)) "." }
         }
-        (tiles(&now.jobs))
+        (tiles(now.jobs.as_ref()))
         (throughput(context, &queues, range))
         div.halves {
             section.panel aria-labelledby="queues-head" {
@@ -79,24 +80,26 @@ async fn body(context: &Context, visit: &Visit, mut query: Query) -> Result<Mark
     })
 }
 
-fn tiles(jobs: &JobsNow) -> Markup {
+fn tiles(jobs: Option<&JobsNow>) -> Markup {
+    let shown = |of: fn(&JobsNow) -> u64| jobs.map_or("–".into(), |jobs| number(of(jobs)));
     let running = html! {
-        " in " span data-stat="jobs.slots" data-b="number" { (number(jobs.slots)) }
-        " of " span data-stat="jobs.capacity" data-b="number" { (number(jobs.capacity)) } " slots"
+        " in " span data-stat="jobs.slots" data-b="number" { (shown(|jobs| jobs.slots)) }
+        " of " span data-stat="jobs.capacity" data-b="number" { (shown(|jobs| jobs.capacity)) } " slots"
     };
-    let failed = html! { " " a href="/failed" { "see why" } };
-    let oldest =
-        jobs.oldest_ms.map_or("–".into(), |ms| span(std::time::Duration::from_millis(ms)));
+    let has_failed = jobs.is_some_and(|jobs| jobs.dead > 0);
+    let failed = has_failed.then(|| html! { " " a href="/failed" { "see why" } });
+    let oldest = jobs.and_then(|jobs| jobs.oldest_ms);
+    let oldest = oldest.map_or("–".into(), |ms| span(std::time::Duration::from_millis(ms)));
     html! {
         dl.tiles {
-            (tile("Ready", "jobs.ready", "number", &number(jobs.ready), None))
-            (tile("Running", "jobs.running", "number", &number(jobs.running), Some(running)))
-            (tile("Scheduled", "jobs.scheduled", "number", &number(jobs.scheduled), None))
-            (tile("Done a minute", "jobs.done_per_minute", "number", &number(jobs.done_per_minute), None))
-            (tile("Failed a minute", "jobs.failed_per_minute", "number", &number(jobs.failed_per_minute), None))
-            (tile("Dead", "jobs.dead", "number", &number(jobs.dead), (jobs.dead > 0).then_some(failed)))
+            (tile("Ready", "jobs.ready", "number", &shown(|jobs| jobs.ready), None))
+            (tile("Running", "jobs.running", "number", &shown(|jobs| jobs.running), Some(running)))
+            (tile("Scheduled", "jobs.scheduled", "number", &shown(|jobs| jobs.scheduled), None))
+            (tile("Done a minute", "jobs.done_per_minute", "number", &shown(|jobs| jobs.done_per_minute), None))
+            (tile("Failed a minute", "jobs.failed_per_minute", "number", &shown(|jobs| jobs.failed_per_minute), None))
+            (tile("Dead", "jobs.dead", "number", &shown(|jobs| jobs.dead), failed))
             (tile("Oldest ready", "jobs.oldest_ms", "ms", &oldest, None))
-            (tile("Workers", "jobs.workers", "number", &number(jobs.workers as u64), None))
+            (tile("Workers", "jobs.workers", "number", &shown(|jobs| jobs.workers as u64), None))
         }
     }
 }
@@ -141,9 +144,6 @@ fn throughput(context: &Context, queues: &[QueueInfo], range: Range) -> Markup {
 
 fn few(visit: &Visit, queues: &[QueueInfo]) -> Markup {
     const SHOWN: usize = 8;
-    if queues.is_empty() {
-        return queues::none();
-    }
     let mut busy: Vec<&QueueInfo> = queues.iter().collect();
     busy.sort_by_key(|queue| std::cmp::Reverse(queue.ready + queue.running));
     let heads = [
@@ -155,10 +155,14 @@ fn few(visit: &Visit, queues: &[QueueInfo]) -> Markup {
         ("Done/min", true),
     ];
     let body = html! {
-        tbody { @for queue in busy.iter().take(SHOWN) { (queues::row(visit, &visit.here, queue, false)) } }
+        tbody #queue-rows data-most=(SHOWN) {
+            @for queue in busy.into_iter().take(SHOWN) { (queues::row(visit, &visit.here, Some(queue), false)) }
+        }
     };
     html! {
-        (parts::table("Queues", &heads, &body))
+        @if queues.is_empty() { div data-until="queue" { (queues::none()) } }
+        div #queue-there hidden[queues.is_empty()] { (parts::table("Queues", &heads, &body)) }
+        template #queue-row { (queues::row(visit, &visit.here, None, false)) }
         @if queues.len() > SHOWN { p.muted { a href="/queues" { "All " (queues.len()) " queues" } } }
     }
 }

@@ -20,6 +20,9 @@ pub(super) fn part(text: &str) -> String {
     utf8_percent_encode(text, PART).to_string()
 }
 
+/// In rows that scripts fill in, for the id; nothing is called so.
+pub(super) const ID: &str = "{id}";
+
 /// What every form has: the proof that it is ours, and where to go back to.
 pub(super) fn hidden(visit: &Visit, back: &str) -> Markup {
     html! {

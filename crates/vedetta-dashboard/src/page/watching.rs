@@ -6,7 +6,7 @@ use maud::{Markup, html};
 use serde_json::Value;
 use vedetta_runtime::told::TroubleReport;
 
-use super::parts::{self, action, empty, number, part, span, visible};
+use super::parts::{self, ID, action, empty, number, part, span, visible};
 use super::{Tab, Visit};
 use crate::api::Context;
 use crate::error::ApiError;
@@ -50,13 +50,11 @@ fn watched(context: &Context, visit: &Visit, mut query: Query) -> Result<Markup,
     query.bytes("said");
     query.end()?;
     let rows = watcher_api::rows(context);
-    if rows.is_empty() {
-        return Ok(empty(
-            "No watchers are declared.",
-            "One runs a command for each thing that changed under a prefix, again until it succeeds. In vedetta.toml:",
-            "[watch.rooms]\nprefix = \"/rooms/\"\nrun = [\"./on-room.sh\"]",
-        ));
-    }
+    let none = empty(
+        "No watchers are declared.",
+        "One runs a command for each thing that changed under a prefix, again until it succeeds. In vedetta.toml:",
+        "[watch.rooms]\nprefix = \"/rooms/\"\nrun = [\"./on-room.sh\"]",
+    );
     let heads = [
         ("Watcher", false),
         ("Prefix", false),
@@ -72,27 +70,40 @@ fn watched(context: &Context, visit: &Visit, mut query: Query) -> Result<Markup,
         ("", false),
     ];
     let body = html! {
-        tbody {
+        tbody #watcher-rows {
             @for row in &rows {
                 @let name = row["name"].as_str().unwrap_or_default();
-                tr data-watcher=(name) {
-                    td.name { (visible(name)) }
-                    td.name { code { (any_text(row, "prefix")) } }
-                    td { span.badge data-f="phase" data-b="plain" data-s=(text(row, "phase")) { (text(row, "phase")) } }
-                    (count(row, "behind")) (count(row, "ids")) (count(row, "running")) (count(row, "waiting")) (count(row, "failing")) (count(row, "done")) (count(row, "failed"))
-                    td.error { span.long data-f="last_error" { (text(row, "last_error")) } }
-                    td.actions { (action(visit, &visit.here, &format!("/watchers/{}/resync", part(name)), "Resync", &format!("watcher {name}"))) }
-                }
+                (watcher(visit, Some(row)))
                 @for trouble in watcher_api::troubles(context, name, SHOWN as usize) {
                     (troubled(name, Some(&trouble)))
                 }
             }
         }
     };
+    // Those of other programs come while somebody looks.
     Ok(html! {
-        (parts::table("Watchers", &heads, &body))
+        @if rows.is_empty() { div data-until="watcher" { (none) } }
+        div #watcher-there hidden[rows.is_empty()] { (parts::table("Watchers", &heads, &body)) }
+        template #watcher-row { (watcher(visit, None)) }
         template #trouble-row { (troubled("", None)) }
     })
+}
+
+/// A watcher; without one, the row that scripts fill.
+fn watcher(visit: &Visit, row: Option<&Value>) -> Markup {
+    let prefix = row.map(|row| any_text(row, "prefix")).unwrap_or_default();
+    let row = row.unwrap_or(&Value::Null);
+    let id = row["name"].as_str().unwrap_or(ID);
+    html! {
+        tr data-watcher=(row["name"].as_str().unwrap_or_default()) {
+            td.name data-f="name" { (text(row, "name")) }
+            td.name { code data-f="prefix" { (prefix) } }
+            td { span.badge data-f="phase" data-b="plain" data-s=(text(row, "phase")) { (text(row, "phase")) } }
+            (count(row, "behind")) (count(row, "ids")) (count(row, "running")) (count(row, "waiting")) (count(row, "failing")) (count(row, "done")) (count(row, "failed"))
+            td.error { span.long data-f="last_error" { (text(row, "last_error")) } }
+            td.actions { (action(visit, &visit.here, &format!("/watchers/{}/resync", part(id)), "Resync", &format!("watcher {id}"))) }
+        }
+    }
 }
 
 /// What is wrong with an id; without one, the row that scripts fill.
@@ -132,13 +143,11 @@ async fn staged(context: &Context, visit: &Visit, mut query: Query) -> Result<Ma
     query.bytes("said");
     query.end()?;
     let rows = stage_api::listed(context).await?;
-    if rows.is_empty() {
-        return Ok(empty(
-            "There are no stages.",
-            "Rust programs carry the entities of a table through stages; the example is a whole shop:",
-            "cargo run --release -p orders -- work --place 500",
-        ));
-    }
+    let none = empty(
+        "There are no stages.",
+        "Rust programs carry the entities of a table through stages; the example is a whole shop:",
+        "cargo run --release -p orders -- work --place 500",
+    );
     let heads = [
         ("Entity", false),
         ("Stage", false),
@@ -158,23 +167,12 @@ async fn staged(context: &Context, visit: &Visit, mut query: Query) -> Result<Ma
         let records = stage_api::parked(context, &entity, &stage, SHOWN).await?;
         parked.extend(records.into_iter().map(|record| (entity.clone(), record)));
     }
-    let body = html! {
-        tbody {
-            @for row in &rows {
-                tr data-stage=(format!("{} {}", row["entity"], row["stage"])) {
-                    td.name { (text(row, "entity")) }
-                    td.name { (text(row, "stage")) }
-                    (count(row, "records")) (count(row, "due")) (count(row, "held")) (count(row, "failing")) (count(row, "parked"))
-                    td.number data-f="oldest_due_ms" data-b="ms" { (row["oldest_due_ms"].as_u64().map_or("–".into(), |ms| span(std::time::Duration::from_millis(ms)))) }
-                    (count(row, "done"))
-                    td.number data-f="rate" data-b="number" {}
-                    (count(row, "failed"))
-                }
-            }
-        }
-    };
+    let body = html! { tbody #stage-rows { @for row in &rows { (stage(row)) } } };
+    // A program that has others comes while somebody looks.
     Ok(html! {
-        (parts::table("Stages", &heads, &body))
+        @if rows.is_empty() { div data-until="stage" { (none) } }
+        div #stage-there hidden[rows.is_empty()] { (parts::table("Stages", &heads, &body)) }
+        template #stage-row { (stage(&Value::Null)) }
         @if !parked.is_empty() {
             h2 { "Parked" }
             p.muted { "Records that kept failing, set aside until somebody asks. The first of each stage; " code { "vedetta stage list ENTITY --parked" } " has all." }
@@ -193,4 +191,20 @@ async fn staged(context: &Context, visit: &Visit, mut query: Query) -> Result<Ma
             }))
         }
     })
+}
+
+/// A stage; without one, the row that scripts fill.
+fn stage(row: &Value) -> Markup {
+    let oldest = row["oldest_due_ms"].as_u64().map(std::time::Duration::from_millis);
+    html! {
+        tr data-stage=(format!("{} {}", row["entity"], row["stage"])) {
+            td.name data-f="entity" { (text(row, "entity")) }
+            td.name data-f="stage" { (text(row, "stage")) }
+            (count(row, "records")) (count(row, "due")) (count(row, "held")) (count(row, "failing")) (count(row, "parked"))
+            td.number data-f="oldest_due_ms" data-b="ms" { (oldest.map_or("–".into(), span)) }
+            (count(row, "done"))
+            td.number data-f="rate" data-b="number" {}
+            (count(row, "failed"))
+        }
+    }
 }

@@ -8,7 +8,7 @@ use maud::{Markup, html};
 use vedetta_fleet::Fleet;
 use vedetta_fleet::wire::{ReportInfo, SupervisorInfo};
 
-use super::parts::{self, action, careful, empty, hidden, number, part, span, visible};
+use super::parts::{self, ID, action, careful, empty, hidden, number, part, span, visible};
 use super::{Tab, Visit};
 use crate::api::Context;
 use crate::error::ApiError;
@@ -151,9 +151,6 @@ fn row(visit: &Visit, worker: Option<&WorkerRow>) -> Markup {
         }
     }
 }
-
-/// In the place of the id where scripts fill it in; no worker is called so.
-const ID: &str = "{id}";
 
 /// What a worker can be told, as it stands now.
 fn steering(visit: &Visit, worker: Option<&WorkerRow>) -> Markup {

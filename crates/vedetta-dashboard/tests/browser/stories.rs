@@ -10,13 +10,16 @@ use serde_json::{Value, json};
 use testing::browser::{Browser, Scripts};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
-use vedetta_access::{Access, Role};
+use vedetta_access::{Access, Role, Scope};
 use vedetta_dashboard::{Api, Limits, serve};
 use vedetta_fleet::{Crew, Ending, RemoteFleet};
 use vedetta_jobs::remote::RemoteJobs;
 use vedetta_jobs::{BoxError, Outcome, Worker};
 use vedetta_jobs::{Ledger as _, Mode};
 use vedetta_kv::Put;
+use vedetta_runtime::told::Board;
+use vedetta_stage::Records as _;
+use vedetta_stage::sqlite::{self, Records};
 
 use crate::support::{PATIENCE, Server};
 
@@ -238,14 +241,81 @@ async fn workers_come_and_are_steered_without_loading_the_page_again() {
     server.end().await;
 }
 
+#[tokio::test]
+async fn what_was_not_there_when_a_page_was_loaded_comes_with_its_buttons() {
+    let server = Server::start().await;
+    let folder = tempfile::tempdir().unwrap();
+    let options = vedetta_db::Options::new(folder.path().join("stages.db"));
+    let db = vedetta_db::Db::open(&options, &[sqlite::SCHEMA]).unwrap();
+    let records = Records::open(db).await.unwrap();
+    let (board, _reading) = Board::start(&server.store);
+    let shown = records.clone();
+    let server = server.serve_as(|api| api.stages(shown).board(board)).await;
+    let browser = Browser::open().await;
+
+    browser.live(server.address, "/queues").await;
+    mark(&browser).await;
+    browser.says("main", "No queues yet.").await;
+    add(&server, json!({"kind": "pack", "queue": "mail"})).await;
+    let row = "tr[data-queue=mail]";
+    browser.says(&format!("{row} [data-f=ready]"), "1").await;
+    browser.says(&format!("{row} .name a[href='/jobs?queue=mail']"), "mail").await;
+    browser.find(&format!("{row} a[href='/failed?queue=mail']")).await;
+    browser.click(&format!("{row} form[action='/queues/mail/pause'] button")).await;
+    browser.says(&format!("{row} .badge"), "paused").await;
+    assert_eq!(server.jobs.queues().await.unwrap()[0].mode, Mode::Paused);
+    assert!(!browser.client.source().await.unwrap().contains("No queues yet."));
+    assert!(is_marked(&browser).await, "it is the same page");
+
+    browser.live(server.address, "/").await;
+    mark(&browser).await;
+    for n in 0..10 {
+        add(&server, json!({"kind": "pack", "queue": format!("queue-{n}")})).await;
+    }
+    browser.says("tr[data-queue=queue-0] [data-f=ready]", "1").await;
+    browser.says("[data-stat='jobs.ready']", "11").await;
+    let count = browser.run("return document.querySelectorAll('tr[data-queue]').length").await;
+    assert!(count.as_u64().unwrap() <= 8, "no more than there is room for: {count}");
+    assert!(is_marked(&browser).await, "it is the same page");
+
+    browser.live(server.address, "/stages").await;
+    mark(&browser).await;
+    browser.says("main", "There are no stages.").await;
+    let pay = records.lane("order", "pay").await.unwrap();
+    records.enqueue(pay, &[("1", 0, Duration::ZERO)]).await.unwrap();
+    browser.says("tr[data-stage] [data-f=entity]", "order").await;
+    browser.says("tr[data-stage] [data-f=records]", "1").await;
+    assert!(is_marked(&browser).await, "it is the same page");
+
+    browser.live(server.address, "/watchers").await;
+    mark(&browser).await;
+    browser.says("main", "No watchers are declared.").await;
+    let told = json!({"prefix": "/rooms/", "phase": "following", "revision": 1, "ids": 3, "running": 0, "waiting": 0,
+        "failing": 0, "done": 3, "failed": 0, "malformed": 0, "unreadable": 0, "lists": 1, "lost": 0});
+    let key = vedetta_runtime::told::status_key("rooms@web1");
+    server.store.put(Put::new(key, told.to_string())).await.unwrap();
+    let row = "tr[data-watcher='rooms@web1']";
+    browser.says(&format!("{row} [data-f=ids]"), "3").await;
+    browser.says(&format!("{row} [data-f=prefix]"), "/rooms/").await;
+    browser.find(&format!("{row} form[action='/watchers/rooms%40web1/resync'] button")).await;
+    assert!(is_marked(&browser).await, "it is the same page");
+    assert_eq!(browser.complaints(), [""; 0]);
+    drop(browser);
+    server.end().await;
+}
+
 /// Fills in the form, and waits for the page.
 async fn sign_in(browser: &Browser) {
+    fill_in(browser).await;
+    browser.find("#line[data-state=live]").await;
+}
+
+async fn fill_in(browser: &Browser) {
     for (field, text) in [("name", "otto"), ("password", "correct horse")] {
         let field = browser.find(&format!("input[name={field}]")).await;
         field.send_keys(text).await.unwrap();
     }
     browser.click("main button, form button").await;
-    browser.find("#line[data-state=live]").await;
 }
 
 #[tokio::test]
@@ -399,11 +469,67 @@ async fn without_scripts_pages_are_read_and_forms_work() {
     browser.click(".careful summary").await;
     browser.click("form[action$='/delete'] button").await;
     browser.says("#outcome", &format!("Job {id} was deleted.")).await;
+    let (first, second) = (dead(&server, "no ink").await, dead(&server, "no paper").await);
+    browser.goto(server.address, "/failed").await;
+    browser.click("form.bulk button").await;
+    browser.says("#outcome", "2 jobs are to be tried again.").await;
+    for id in [first, second] {
+        assert_eq!(status(&server, id).await, "waiting");
+    }
     browser.goto(server.address, "/queues").await;
     browser.click("form[action$='/pause'] button").await;
     browser.says("tr[data-queue=default] .badge", "paused").await;
     browser.click("form.theme button[value=dark]").await;
     browser.find("html[data-theme=dark]").await;
+    drop(browser);
+    server.end().await;
+}
+
+#[tokio::test]
+async fn without_scripts_people_sign_in_and_steer_workers() {
+    let folder = tempfile::tempdir().unwrap();
+    let access = Access::open(folder.path()).unwrap();
+    let adding = access.clone();
+    let add_user = move || adding.add_user("otto", "correct horse", Role::Operator).unwrap();
+    tokio::task::spawn_blocking(add_user).await.unwrap();
+    let token = access.add_token("worker", Role::Operator, &Scope::All, None).unwrap();
+    let server = Server::start().await;
+    let server = server.serve_as(|api| api.access(access, true)).await;
+    // A worker that says how it is when a test has it do so.
+    let authorization = format!("Bearer {}", token.reveal());
+    let headers = [("Authorization", authorization.as_str()), ("Content-Type", "application/json")];
+    let beat = async |state: &str, done: &Value| {
+        let beat = json!({"queues": ["default"], "version": "1", "state": state, "done": done});
+        let told = server.send("POST /api/v1/workers/anna/beat", &headers, &beat.to_string()).await;
+        assert_eq!(told.status, 200, "{told:?}");
+        told.json()["commands"].clone()
+    };
+    assert_eq!(beat("running", &json!([])).await, json!([]));
+    let browser = Browser::with(Scripts::Off).await;
+    browser.goto(server.address, "/workers").await;
+    fill_in(&browser).await;
+    let row = "tr[data-worker='anna']";
+    browser.says(&format!("{row} .badge"), "running").await;
+    let mut state = "running";
+    for (verb, said, then) in [
+        ("pause", "The worker is told to pause.", "paused"),
+        ("resume", "The worker is told to go on.", "running"),
+        ("stop", "The worker is told to finish what it has, and stop.", "stopping"),
+    ] {
+        if verb == "stop" {
+            browser.click(&format!("{row} .careful summary")).await;
+        }
+        browser.click(&format!("{row} form[action='/workers/anna/{verb}'] button")).await;
+        browser.says("#outcome", said).await;
+        let told = beat(state, &json!([])).await;
+        assert_eq!(told[0]["command"], verb, "{told}");
+        state = then;
+        beat(state, &json!([told[0]["id"]])).await;
+        browser.goto(server.address, "/workers").await;
+        browser.says(&format!("{row} .badge"), then).await;
+    }
+    browser.click("form.sign-out button").await;
+    browser.find("input[name=password]").await;
     drop(browser);
     server.end().await;
 }

@@ -20,13 +20,16 @@ async fn stages_are_shown_with_what_is_wrong_and_a_record_can_be_tried_again() {
     let pay = records.lane("order", "pay").await.unwrap();
     let pack = records.lane("order", "pack").await.unwrap();
     records.enqueue(pay, &[("a/b", 0, Duration::ZERO)]).await.unwrap();
-    let claimed = records.claim(pay, &[0], 9, FAR).await.unwrap();
-    let (after, not_before) = (FAR, Duration::ZERO);
-    let fate = Fate::Failed { after, not_before, error: "declined <b>".into(), park: true };
-    records.settle(pay, &[(claimed.claims[0].clone(), fate)]).await.unwrap();
+    let set_aside = async || {
+        let claimed = records.claim(pay, &[0], 9, FAR).await.unwrap();
+        let (after, not_before) = (FAR, Duration::ZERO);
+        let fate = Fate::Failed { after, not_before, error: "declined <b>".into(), park: true };
+        records.settle(pay, &[(claimed.claims[0].clone(), fate)]).await.unwrap();
+    };
+    set_aside().await;
     let visits = [("1", 0, FAR), ("2", 0, FAR), ("3", 0, FAR)];
     records.enqueue(pack, &visits).await.unwrap();
-    let server = Server::start().await.serve_stages(records).await;
+    let server = Server::start().await.serve_stages(records.clone()).await;
 
     let all = server.get("/api/v1/stages").await.json();
     let stages = &all["stages"];
@@ -61,6 +64,15 @@ async fn stages_are_shown_with_what_is_wrong_and_a_record_can_be_tried_again() {
 
     let retried = server.send("POST /api/v1/stages/order/pay/a%2Fb/retry", &[], "").await;
     assert_eq!((retried.status, retried.json()), (200, json!({"retried": true})));
+    let shown = server.get("/api/v1/stages/order/a%2Fb").await.json();
+    assert_eq!(shown["records"][0]["state"], "due");
+    // The same by the button of the page.
+    set_aside().await;
+    let form = [("Content-Type", "application/x-www-form-urlencoded")];
+    let retry = "POST /stages/order/pay/a%2Fb/retry";
+    let pressed = server.send(retry, &form, "back=/stages").await;
+    assert_eq!(pressed.status, 303, "{pressed:?}");
+    assert!(pressed.head.contains("location: /stages?said=record\r\n"), "{pressed:?}");
     let shown = server.get("/api/v1/stages/order/a%2Fb").await.json();
     assert_eq!(shown["records"][0]["state"], "due");
 

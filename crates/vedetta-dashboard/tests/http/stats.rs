@@ -5,6 +5,8 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 use vedetta_dashboard::Observed;
+use vedetta_db::postgres::Postgres;
+use vedetta_jobs::postgres::PostgresJobs;
 use vedetta_jobs::{Fate, Jobs as _, NewJob, Wanted};
 
 use crate::support::Server;
@@ -69,6 +71,32 @@ async fn what_ends_is_counted_as_it_ends() {
     for wrong in ["range=2d", "range=x", "range=1h&step=1ms", "step=2h", "colour=red"] {
         assert_eq!(server.get(&format!("/api/v1/stats?{wrong}")).await.status, 422, "{wrong}");
     }
+    server.end().await;
+}
+
+#[tokio::test]
+async fn while_jobs_cannot_be_read_no_numbers_of_them_are_told() {
+    let mut postgres = testing::postgres::Server::start().await;
+    let url = postgres.database().await;
+    let db = Postgres::open_with(&url, 4, &[vedetta_jobs::postgres::SCHEMA]).await.unwrap();
+    let jobs = Arc::new(PostgresJobs::new(db));
+    let server = Server::start().await.serve_as(|api| api.jobs(jobs)).await;
+    server.post("/jobs", json!({"kind": "pack"})).await;
+    assert_eq!(server.get("/api/v1/overview").await.json()["jobs"]["ready"], 1);
+    let mut feed = server.feed("/events?topics=stats", "").await;
+    let mut told = async |is_it: fn(&Value) -> bool| {
+        while !is_it(&feed.event().await.expect("the stream goes on").data) {}
+    };
+    told(|data| data["jobs"]["ready"] == 1).await;
+    postgres.kill();
+    let now = server.get("/api/v1/overview").await.json();
+    assert!(now.get("jobs").is_none() && now["revision"].is_u64(), "{now}");
+    told(|data| data.get("jobs").is_none() && data["revision"].is_u64()).await;
+    let page = server.get("/").await.body;
+    let ready = page.split("data-stat=\"jobs.ready\"").nth(1).unwrap();
+    assert!(ready.split('<').next().unwrap().ends_with(">–"), "{page}");
+    postgres.start_again().await;
+    told(|data| data["jobs"]["ready"] == 1).await;
     server.end().await;
 }
 

@@ -83,6 +83,13 @@ async fn a_watcher_is_shown_with_what_is_wrong_and_can_be_run_again() {
     let answer = server.json("POST /api/v1/watchers/numbers/resync", "").await;
     assert_eq!((answer.status, answer.json()), (200, json!({ "ids": 2 })));
     until(|| watching.status().done > done).await;
+    // The same by the button of the page.
+    let done = watching.status().done;
+    let form = [("Content-Type", "application/x-www-form-urlencoded")];
+    let pressed = server.send("POST /watchers/numbers/resync", &form, "back=/watchers").await;
+    assert_eq!(pressed.status, 303, "{pressed:?}");
+    assert!(pressed.head.contains("location: /watchers?said=resynced-2\r\n"), "{pressed:?}");
+    until(|| watching.status().done > done).await;
     watching.stop(Duration::ZERO).await;
     let refused = server.json("POST /api/v1/watchers/numbers/resync", "").await;
     assert_eq!((refused.status, refused.code().as_str()), (503, "closed"));
