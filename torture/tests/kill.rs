@@ -5,8 +5,9 @@
 
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader};
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::Duration;
 
 use torture::bed::{self, How};
@@ -17,6 +18,10 @@ use vedetta_db::DataFolder;
 const CYCLES: u64 = 120;
 /// Cycles on one folder, before another is begun.
 const CYCLES_PER_FOLDER: u64 = 20;
+/// Of [`CYCLES`], in how many a child must die: a loop whose children all end in their time shows nothing.
+const KILLED: u64 = 100;
+
+const SIGKILL: i32 = 9;
 
 const MIGRATION: &str = "db.migration";
 
@@ -37,6 +42,8 @@ const FAILPOINTS: [(&str, u64); 10] = [
 #[derive(Default, Debug)]
 struct Tally {
     cycles: u64,
+    /// By their parent or at a failpoint.
+    killed: u64,
     acknowledged: usize,
     seen: usize,
     /// Revisions that each watcher saw, resumed where the dead child had left it.
@@ -74,8 +81,40 @@ impl End {
     }
 }
 
-/// Runs a child until its end and lets the story take in what it said.
-fn run_child(folder: &Path, seed: u64, cycle: u64, end: &End, past: &mut Story) -> Tally {
+/// How a child has ended.
+#[derive(Debug, PartialEq, Eq)]
+enum Ended {
+    /// Its parent killed it.
+    Killed,
+    /// It killed itself there.
+    AtFailpoint(&'static str),
+    InTime,
+}
+
+impl Ended {
+    /// What the system says of a child that its parent had `killed` or not. Whatever else ends one is a violation.
+    fn of(
+        status: ExitStatus,
+        killed: bool,
+        failpoint: Option<&'static str>,
+    ) -> Result<Self, String> {
+        match (status.signal(), failpoint) {
+            (Some(SIGKILL), _) if killed => Ok(Self::Killed),
+            (Some(SIGKILL), Some(name)) => Ok(Self::AtFailpoint(name)),
+            _ if status.success() => Ok(Self::InTime),
+            _ => Err(format!("the child ended by itself: {status}")),
+        }
+    }
+}
+
+/// Runs a child until its end and lets the story take in what it said. With it comes what is wrong with that end.
+fn run_child(
+    folder: &Path,
+    seed: u64,
+    cycle: u64,
+    end: &End,
+    past: &mut Story,
+) -> (Tally, Option<String>) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kill-child"));
     command.arg(folder).arg(seed.to_string()).arg(((cycle + 1) << 24).to_string());
     command.args(past.resume().iter().map(u64::to_string));
@@ -108,11 +147,12 @@ fn run_child(folder: &Path, seed: u64, cycle: u64, end: &End, past: &mut Story) 
         }
     }
     let status = child.wait().expect("the child ends");
-    // At a failpoint it aborts; if it never came there, it has ended in its time.
-    if let Some((name, _)) = end.failpoint.filter(|_| !killed && !status.success()) {
-        *tally.at_failpoints.entry(name).or_default() += 1;
+    let ended = Ended::of(status, killed, end.failpoint.map(|(name, _)| name));
+    tally.killed = u64::from(matches!(ended, Ok(Ended::Killed | Ended::AtFailpoint(_))));
+    if let Ok(Ended::AtFailpoint(name)) = ended {
+        tally.at_failpoints.insert(name, 1);
     }
-    tally
+    (tally, ended.err())
 }
 
 #[tokio::test]
@@ -132,8 +172,9 @@ async fn a_killed_store_lost_nothing_it_acknowledged_and_shows_no_transaction_in
         }
         let end = End::choose(&mut rng, new, &total.at_failpoints);
         let child_seed = rng.u64(..);
-        let tally = run_child(folder.path(), child_seed, cycle, &end, &mut past);
+        let (tally, ended_badly) = run_child(folder.path(), child_seed, cycle, &end, &mut past);
         total.cycles += 1;
+        total.killed += tally.killed;
         total.acknowledged += tally.acknowledged;
         total.seen += tally.seen;
         for (name, times) in tally.at_failpoints {
@@ -141,7 +182,8 @@ async fn a_killed_store_lost_nothing_it_acknowledged_and_shows_no_transaction_in
         }
         total.compacted += tally.compacted;
 
-        let wrong = reopen(folder.path(), &mut past).await;
+        let mut wrong = reopen(folder.path(), &mut past).await;
+        wrong.extend(ended_badly);
         total.resumed.iter_mut().zip(past.resumed()).for_each(|(sum, seen)| *sum += seen);
         if !wrong.is_empty() {
             folder.disable_cleanup(true);
@@ -157,6 +199,7 @@ async fn a_killed_store_lost_nothing_it_acknowledged_and_shows_no_transaction_in
     assert!(total.acknowledged > 0 && total.seen > 0, "{total:?}");
     // Fewer cycles, asked for, may not come everywhere.
     if cycles >= CYCLES {
+        assert!(total.killed >= KILLED, "hardly a child was killed: {total:?}");
         assert!(total.resumed.iter().all(|seen| *seen > 0), "nothing was left to see: {total:?}");
         let never = FAILPOINTS.map(|(name, _)| name);
         let never = never.iter().filter(|name| !total.at_failpoints.contains_key(*name));
@@ -181,4 +224,25 @@ async fn reopen(folder: &Path, past: &mut Story) -> Vec<String> {
         Err(error) => wrong.push(error.to_string()),
     }
     wrong
+}
+
+#[test]
+fn a_child_that_ends_by_anything_but_a_kill_or_its_time_is_a_violation() {
+    const AT: &str = "db.committed";
+    let exited = |code: i32| ExitStatus::from_raw(code << 8);
+    let by_signal = ExitStatus::from_raw;
+    for (status, killed, failpoint, ended) in [
+        (by_signal(SIGKILL), true, None, Some(Ended::Killed)),
+        (by_signal(SIGKILL), true, Some(AT), Some(Ended::Killed)),
+        (by_signal(SIGKILL), false, Some(AT), Some(Ended::AtFailpoint(AT))),
+        (exited(0), false, None, Some(Ended::InTime)),
+        (exited(0), true, Some(AT), Some(Ended::InTime)), // just before its parent came
+        (by_signal(SIGKILL), false, None, None),          // by somebody else
+        (exited(101), false, Some(AT), None),             // a panic
+        (exited(101), true, None, None),
+        (by_signal(6), false, Some(AT), None), // an abort
+        (by_signal(11), true, None, None),     // a segmentation fault
+    ] {
+        assert_eq!(Ended::of(status, killed, failpoint).ok(), ended, "{status}, {killed}");
+    }
 }
