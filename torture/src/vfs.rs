@@ -157,6 +157,11 @@ impl Disk {
         self.device().log_syncs.load(Ordering::Relaxed)
     }
 
+    /// How often syncing the log failed so far.
+    pub fn failed_log_syncs(&self) -> u64 {
+        self.device().failed_log_syncs.load(Ordering::Relaxed)
+    }
+
     /// Until the answer is dropped, whoever writes to the database itself waits. What is written to the log does not.
     pub fn hold_database(&self) -> Held {
         Held { _gate: self.device().database.write() }
@@ -216,6 +221,7 @@ struct Device {
     /// Shared by those who write to the database, see [`Disk::hold_database`].
     database: RwLock<()>,
     log_syncs: AtomicU64,
+    failed_log_syncs: AtomicU64,
     state: Mutex<State>,
 }
 
@@ -274,6 +280,7 @@ impl Device {
             writers: Mutex::default(),
             database: RwLock::default(),
             log_syncs: AtomicU64::new(0),
+            failed_log_syncs: AtomicU64::new(0),
             state: Mutex::new(state),
         }
     }

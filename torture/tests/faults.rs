@@ -59,6 +59,8 @@ struct Tally {
     refused: usize,
     failed: usize,
     failed_opens: usize,
+    /// Runs in which the log could not be synced while the store was open.
+    unsynced: usize,
     halted: usize,
     images: usize,
 }
@@ -76,6 +78,8 @@ struct Run {
     /// What a power cut would have left before the store was closed, and what it had said by then.
     cut: Vec<(Image, Story)>,
     failed_opens: usize,
+    /// The log could not be synced while the store was open.
+    unsynced: bool,
     halted: bool,
 }
 
@@ -101,6 +105,7 @@ impl Run {
             wrong: Vec::new(),
             cut: Vec::new(),
             failed_opens: 0,
+            unsynced: false,
             halted: false,
         }
     }
@@ -133,13 +138,18 @@ impl Run {
 
     async fn live(&mut self, folder: &Path) {
         let Some(store) = self.open(folder).await else { return };
+        let failed_before = self.disk.failed_log_syncs();
         let resume = self.past.lock().resume();
         self.workload.run(&store, &resume, &self.notes).await;
         let past = self.past.lock().clone(); // first: what is noted later need not be in the image
         let images = self.disk.images(self.workload.seed, 2);
         self.cut.extend(images.map(|image| (image, past.clone())));
         self.disk.heal();
+        self.unsynced = self.disk.failed_log_syncs() > failed_before;
         let store = self.recover(store, folder).await;
+        if self.unsynced && !self.halted {
+            self.wrong.push("it goes on after a failed fsync of the log".to_owned());
+        }
         store.close().await;
     }
 
@@ -278,6 +288,7 @@ async fn run(planted: Option<Planted>, workload: Workload, tally: &mut Tally) ->
     tally.failed += run.answers.lock().iter().filter(failed).count();
     tally.refused += run.answers.lock().iter().filter(|note| !failed(note)).count();
     tally.failed_opens += run.failed_opens;
+    tally.unsynced += usize::from(run.unsynced);
     tally.halted += usize::from(run.halted);
     wrong.extend(check(folder.path(), past).await);
     assert!(
@@ -307,6 +318,8 @@ async fn at_every_operation(fault: Fault, times: Times) {
     }
     eprintln!("{fault:?} {times:?}: {tally:?}");
     assert!(tally.refused + tally.failed > 0, "{tally:?}");
+    let syncs_fail = fault == Fault::Error;
+    assert!((tally.unsynced > 0) == syncs_fail && (tally.halted > 0) == syncs_fail, "{tally:?}");
 }
 
 /// Every N, too: reads while it opens, writes, watches, sweeps, looks at the past, and closes.

@@ -435,11 +435,15 @@ unsafe extern "C" fn sync(file: *mut sqlite3_file, _flags: c_int) -> c_int {
         ours.device.log_syncs.fetch_add(1, Ordering::Relaxed);
     }
     let code = change(ours, ffi::SQLITE_IOERR_FSYNC, operation, || ffi::SQLITE_OK);
-    if let Some(node) = ours.node.filter(|_| code != ffi::SQLITE_OK) {
-        ours.told.store(ours.device.failed_syncs(node), Ordering::Relaxed);
-    }
     if code == ffi::SQLITE_OK {
         ours.owes_directory.store(false, Ordering::Relaxed);
+        return code;
+    }
+    if ours.kind == Kind::Log {
+        ours.device.failed_log_syncs.fetch_add(1, Ordering::Relaxed);
+    }
+    if let Some(node) = ours.node {
+        ours.told.store(ours.device.failed_syncs(node), Ordering::Relaxed);
     }
     code
 }
