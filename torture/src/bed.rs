@@ -67,6 +67,8 @@ pub use vedetta_core::explain;
 pub struct How {
     /// Bytes kept in reserve.
     pub ballast: u64,
+    /// How old history may become; otherwise all is kept.
+    pub keep: Option<Duration>,
     /// Faults to plant.
     pub torture: Torture,
 }
@@ -80,7 +82,7 @@ impl How {
             look_again: Some(Duration::from_millis(1)),
             ..Torture::default()
         };
-        Self { ballast: 0, torture }
+        Self { torture, ..Self::default() }
     }
 
     /// Opens the store in `folder`.
@@ -107,9 +109,9 @@ impl How {
             vedetta_db::Options::new(folder.join(FILE)).with_torture(self.torture.clone());
         options.ballast = self.ballast;
         options.readers = 2;
+        let keep = Keep { revisions: None, age: self.keep };
         let opened = tokio::task::spawn_blocking(move || {
             let db = Db::open(&options, schemas).map_err(OpenError::Db)?;
-            let keep = Keep { revisions: None, age: None };
             let options = vedetta_kv::Options { keep, ..vedetta_kv::Options::default() };
             match Store::open_blocking(db.clone(), options) {
                 Ok(store) => Ok((store, db)),

@@ -14,7 +14,7 @@ use torture::story::{PATIENCE, Story};
 use torture::vfs::{Disk, Fault, Image, Times};
 use torture::workload::{Failing, Notes, Workload};
 use vedetta_core::{KeyRange, Revision};
-use vedetta_db::CommitError;
+use vedetta_db::{CommitError, Purpose, Stop};
 use vedetta_kv::{Delete, KvError, Op, Put, Range, Store, Txn};
 
 /// A fault to plant.
@@ -434,6 +434,7 @@ async fn fill(store: &Store, first: u32) -> u32 {
 struct Full {
     folder: TempDir,
     disk: Disk,
+    how: How,
     store: Store,
     limit: u64,
     /// How many of `k/N` are there.
@@ -444,12 +445,16 @@ const BALLAST: u64 = 1 << 20;
 /// What was stored while there was room.
 const BEFORE: u32 = 200;
 
-/// Nothing here is left to chance: only the writer moves the log, and it looks at a full disk every time.
-async fn full_store() -> Full {
+/// How long history is kept by the policy of a [`full_store`].
+const KEPT: Duration = Duration::from_secs(3_600);
+
+/// Nothing here is left to chance: only the writer moves the log, and it looks at a full disk every time. What was stored
+/// before and the first put after that are known to be older than `keep`, if that is given.
+async fn full_store(keep: Option<Duration>) -> Full {
     let folder = memory_folder();
     let disk = Disk::register("full", bed::seed());
     disk.count_beside(&folder.path().join("ballast"));
-    let mut how = How { ballast: BALLAST, ..How::on(&disk) };
+    let mut how = How { ballast: BALLAST, keep, ..How::on(&disk) };
     how.torture.checkpoint_step = None; // more pages than there will be
     how.torture.look_again = Some(Duration::ZERO);
     let store = how.open(folder.path()).await.unwrap();
@@ -458,13 +463,24 @@ async fn full_store() -> Full {
     }
     store.close().await; // all of it is in the file
 
-    let store = how.open(folder.path()).await.unwrap();
-    let swept = store.compact(store.status().revision, true).await;
+    let (store, db) = how.open_with(&[vedetta_kv::SCHEMA], folder.path()).await.unwrap();
+    let before = store.status().revision;
+    let swept = store.compact(before, true).await;
     swept.unwrap(); // the sweep at the start is over, too
+    if let Some(keep) = keep {
+        let old = db.steady_clock().now() - 2 * i64::try_from(keep.as_millis()).unwrap();
+        let note = db.write(Purpose::Store, move |tx| {
+            let sql = "INSERT INTO mark (at_ms, revision) VALUES (?1, ?2)";
+            tx.execute(sql, [old, before.next().0.cast_signed()])?;
+            Ok::<_, Stop<KvError>>(())
+        });
+        note.await.unwrap();
+    }
     let limit = disk.used() + (32 << 10);
     disk.limit(Some(limit));
     let stored = fill(&store, BEFORE).await;
-    Full { folder, disk, store, limit, stored }
+    assert!(stored > BEFORE);
+    Full { folder, disk, how, store, limit, stored }
 }
 
 impl Full {
@@ -500,11 +516,11 @@ impl Full {
     }
 
     /// What should be there is there.
-    async fn check(self) {
+    async fn check(self, deleted: usize) {
         self.store.close().await;
         let store = How::default().open(self.folder.path()).await.unwrap();
         let kept = store.range(vedetta_kv::Range::new(KeyRange::prefix("k/"))).await.unwrap();
-        assert_eq!(kept.count, self.stored as usize - 100);
+        assert_eq!(kept.count, self.stored as usize - deleted);
         store.close().await;
         let file = self.folder.path().join(bed::FILE);
         assert_eq!(vedetta_db::damage(&file).unwrap(), [""; 0]);
@@ -513,16 +529,16 @@ impl Full {
 
 #[tokio::test]
 async fn on_a_full_disk_deletes_and_compaction_run_on_the_ballast_and_puts_when_space_returns() {
-    let full = full_store().await;
+    let full = full_store(None).await;
     full.make_room().await;
     full.disk.limit(None);
     full.put().await;
-    full.check().await;
+    full.check(100).await;
 }
 
 #[tokio::test]
 async fn on_a_full_disk_puts_work_again_in_the_room_that_deletes_and_compaction_made() {
-    let full = full_store().await;
+    let full = full_store(None).await;
     full.make_room().await;
     // The delete made the file longer by its own few pages, and a file does not shrink; and a log needs a few pages
     // to begin in. The hundred pages that were freed are not among these.
@@ -530,5 +546,19 @@ async fn on_a_full_disk_puts_work_again_in_the_room_that_deletes_and_compaction_
     full.disk.limit(Some(limit));
     full.put().await;
     assert!(full.disk.used() <= limit);
-    full.check().await;
+    full.check(100).await;
+}
+
+/// The policy has its turn every ten seconds.
+#[tokio::test]
+async fn on_a_full_disk_the_policy_still_forgets_what_is_too_old() {
+    let full = full_store(Some(KEPT)).await;
+    let old = Revision(u64::from(BEFORE) + 2);
+    let deadline = Instant::now() + PATIENCE;
+    while full.store.status().compacted < old {
+        assert!(Instant::now() < deadline, "nothing is forgotten");
+        sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!(full.store.status().compacted, old);
+    full.check(0).await;
 }

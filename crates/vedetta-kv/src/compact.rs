@@ -220,47 +220,89 @@ impl Sweep {
         if target <= oldest {
             return;
         }
-        let shared = Arc::clone(&self.shared);
-        let marked = self.db.write_blocking(Purpose::Reclaim, move |tx| {
-            let file: &rusqlite::Connection = tx;
-            let mut pending = shared.pending.lock();
-            if pending.compacted < target {
-                set_meta(file, "compacted", target.0.cast_signed())?;
-                pending.compacted = target;
-            }
-            Ok::<_, Stop<KvError>>(())
-        });
+        let marked = match self.mark(target) {
+            // The next try may use the room kept for it.
+            Err(WriteError::Lost(CommitError::Full)) => self.mark(target),
+            done => done,
+        };
         match marked {
             Ok(()) => self.sweep_logged(),
             Err(error) => tracing::warn!(%error, "could not compact by policy"),
         }
     }
 
-    /// Notes when the store was at which revision, and answers which one it had passed `age` ago.
+    fn mark(&self, target: Revision) -> Result<(), WriteError<KvError>> {
+        let shared = Arc::clone(&self.shared);
+        self.db.write_blocking(Purpose::Reclaim, move |tx| {
+            let file: &rusqlite::Connection = tx;
+            let mut pending = shared.pending.lock();
+            if pending.compacted < target {
+                set_meta(file, "compacted", target.0.cast_signed())?;
+                pending.compacted = target;
+            }
+            Ok(())
+        })
+    }
+
+    /// Notes when the store was at which revision, and answers which one it had passed `age` ago. That is known on a
+    /// full disk, too, where nothing can be noted.
     fn revision_before(&self, now_ms: i64, age: Duration) -> Option<Revision> {
-        let current = self.shared.index.read().revision.0.cast_signed();
+        let current = self.shared.index.read().revision;
         let then_ms = now_ms.saturating_sub(i64::try_from(age.as_millis()).unwrap_or(i64::MAX));
-        let noted = self.db.write_blocking(Purpose::Store, move |connection| {
-            let last: Option<i64> =
-                connection.query_row("SELECT max(revision) FROM mark", [], |row| row.get(0))?;
+        let read = self.db.read_blocking(|file| Noted::read(file, now_ms, then_ms, current));
+        let Noted { last, passed } = read
+            .inspect_err(|error| tracing::warn!(%error, "could not read when the store was where"))
+            .ok()?;
+        let passed_ms = passed.map_or(i64::MIN, |(at_ms, _)| at_ms);
+        let noted = self.db.write_blocking(Purpose::Store, move |file| {
             if last != Some(current) {
                 let sql = "INSERT OR REPLACE INTO mark (at_ms, revision) VALUES (?1, ?2)";
-                connection.execute(sql, [now_ms, current])?;
+                file.execute(sql, [now_ms, current.0.cast_signed()])?;
             }
-            let sql =
-                "SELECT revision, at_ms FROM mark WHERE at_ms <= ?1 ORDER BY at_ms DESC LIMIT 1";
-            let passed: Option<(i64, i64)> = connection
-                .query_row(sql, [then_ms], |row| Ok((row.get(0)?, row.get(1)?)))
-                .optional()?;
-            if let Some((_, at_ms)) = passed {
-                connection.execute("DELETE FROM mark WHERE at_ms < ?1", [at_ms])?;
-            }
-            Ok::<_, Stop<KvError>>(passed.map(|(revision, _)| Revision(revision.cast_unsigned())))
+            file.execute("DELETE FROM mark WHERE at_ms < ?1", [passed_ms])?;
+            Ok::<_, Stop<KvError>>(())
         });
-        noted.unwrap_or_else(|error: WriteError<KvError>| {
+        if let Err(error) = noted {
             tracing::warn!(%error, "could not note the revision of now");
-            None
-        })
+        }
+        passed.map(|(_, revision)| revision)
+    }
+}
+
+/// What the table `mark` tells of the past. Its rows have no checksum: what cannot be is not believed, so that a damaged
+/// one has too much kept for a while, and not too little.
+struct Noted {
+    /// The revision noted last.
+    last: Option<Revision>,
+    /// The last one that was noted by then, and when.
+    passed: Option<(i64, Revision)>,
+}
+
+impl Noted {
+    fn read(
+        file: &Connection,
+        now_ms: i64,
+        then_ms: i64,
+        current: Revision,
+    ) -> rusqlite::Result<Self> {
+        let revision = |row: &rusqlite::Row<'_>, column: usize| -> rusqlite::Result<Revision> {
+            Ok(Revision(row.get::<_, i64>(column)?.cast_unsigned()))
+        };
+        let sql = "SELECT revision FROM mark WHERE at_ms <= ?1 ORDER BY at_ms DESC LIMIT 1";
+        let last = file.query_row(sql, [now_ms], |row| revision(row, 0)).optional()?;
+        // The store goes on: it was never beyond where it stood later, nor beyond where it stands.
+        let sql = "SELECT at_ms, revision FROM mark AS passed
+                   WHERE at_ms <= ?2 AND revision BETWEEN 0 AND ?3 AND NOT EXISTS (
+                       SELECT 1 FROM mark AS later
+                       WHERE later.at_ms > passed.at_ms AND later.at_ms <= ?1
+                         AND later.revision <= passed.revision)
+                   ORDER BY at_ms DESC LIMIT 1";
+        let passed = file
+            .query_row(sql, [now_ms, then_ms, current.0.cast_signed()], |row| {
+                Ok((row.get(0)?, revision(row, 1)?))
+            })
+            .optional()?;
+        Ok(Self { last, passed })
     }
 }
 
@@ -536,5 +578,29 @@ mod tests {
         follow(sweep, 1_091_000).await;
         assert_eq!(store.status().compacted, Revision(111));
         store.close().await;
+    }
+
+    #[test]
+    fn a_note_that_cannot_be_true_has_nothing_forgotten_too_soon() {
+        const NOW: i64 = 1_000;
+        for (what, notes, passed) in [
+            ("sound", &[(100, 10), (200, 20), (900, 30)][..], Some((200, 20))),
+            ("nothing is so old", &[(600, 10)], None),
+            ("above the current revision", &[(100, 10), (200, 99)], Some((100, 10))),
+            ("negative, which keeps more", &[(100, 10), (200, -5)], None),
+            ("beyond where it was later", &[(100, 10), (200, 35), (900, 30)], Some((100, 10))),
+            ("from when it was young", &[(5, 30), (200, 20), (900, 30)], Some((200, 20))),
+            ("a young one made old", &[(100, 30), (200, 10), (300, 20)], Some((300, 20))),
+            ("too low, which keeps more", &[(100, 10), (200, 3), (900, 30)], Some((200, 3))),
+            ("from the future", &[(100, 10), (200, 20), (5_000, 1)], Some((200, 20))),
+        ] {
+            let file = Connection::open_in_memory().unwrap();
+            SCHEMA.steps.iter().for_each(|step| file.execute_batch(step).unwrap());
+            for note in notes {
+                file.execute("INSERT INTO mark (at_ms, revision) VALUES (?1, ?2)", *note).unwrap();
+            }
+            let found = Noted::read(&file, NOW, NOW - 500, Revision(40)).unwrap();
+            assert_eq!(found.passed.map(|(at, Revision(it))| (at, it)), passed, "{what}");
+        }
     }
 }

@@ -32,7 +32,8 @@ async fn main() {
         Err(error) => return notes(Note::Trouble(torture::bed::explain(&error))),
     };
     let torture = Torture { checkpoint_step: Some(24), ..Torture::default() };
-    let store = match (How { ballast: 1 << 16, torture }).open(&folder).await {
+    let how = How { ballast: 1 << 16, torture, ..How::default() };
+    let store = match how.open(&folder).await {
         Ok(store) => store,
         Err(error) => return notes(Note::Trouble(error.to_string())),
     };
