@@ -27,7 +27,7 @@ pub use backup::{BackupError, backup};
 pub use clock::Clock;
 pub use failpoint::failpoint;
 pub use folder::{DataFolder, FolderError};
-pub use open::{Db, OpenError, Options, Schema, Torture, damage, inspect};
+pub use open::{Db, OpenError, Options, Schema, Size, Torture, damage, inspect};
 pub use readers::ReadError;
 pub use writer::{CommitError, Mirror, Purpose, Round, Rows, Stop, Tx, WriteError};
 

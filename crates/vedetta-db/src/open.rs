@@ -188,6 +188,17 @@ pub struct Db {
     inner: Arc<Inner>,
 }
 
+/// How large a database is, see [`Db::size`].
+#[derive(Debug, Clone)]
+pub struct Size(Arc<AtomicU64>);
+
+impl Size {
+    /// Bytes in use.
+    pub fn bytes(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
 struct Inner {
     queue: Queue,
     writer: Weak<Writer>,
@@ -372,6 +383,11 @@ impl Db {
     /// are 64 KiB of them.
     pub fn size(&self) -> u64 {
         self.inner.size.load(Ordering::Relaxed)
+    }
+
+    /// [`Db::size`] for closures, which must not keep the database open.
+    pub fn sized(&self) -> Size {
+        Size(Arc::clone(&self.inner.size))
     }
 
     /// Where it is.

@@ -13,7 +13,7 @@ use crate::codec;
 use crate::index::Index;
 use crate::lease::{Leases, Loaded};
 use crate::pending::Pending;
-use crate::store::{Age, OpenError, Shared};
+use crate::store::{Age, OpenError, Quota, Shared};
 use crate::watch::Hub;
 
 /// How far a restored store jumps ahead, so that whoever saw the time after the backup notices: further
@@ -110,7 +110,7 @@ fn corrupt(what: &str) -> rusqlite::Error {
 }
 
 /// Builds the state in memory.
-pub(crate) fn load(db: &Db) -> Result<Shared, OpenError> {
+pub(crate) fn load(db: &Db, quota: Option<u64>) -> Result<Shared, OpenError> {
     if db.restored() {
         jump_ahead(db)?;
     }
@@ -127,6 +127,7 @@ pub(crate) fn load(db: &Db) -> Result<Shared, OpenError> {
             hub: Hub::new(index.revision),
             index: RwLock::new(index),
             leases,
+            quota: Quota { bytes: quota, used: db.sized() },
             age: Age {
                 before: Duration::from_millis(meta.age_ms.unsigned_abs()),
                 started: Instant::now(),

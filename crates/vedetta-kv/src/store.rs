@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, RwLock};
 use vedetta_core::{KeyRange, Revision};
 use vedetta_db::{
-    BackupError, CommitError, Db, Mirror, Purpose, Round, Rows, Schema, Stop, WriteError, backup,
-    failpoint, rusqlite,
+    BackupError, CommitError, Db, Mirror, Purpose, Round, Rows, Schema, Size, Stop, WriteError,
+    backup, failpoint, rusqlite,
 };
 
 use crate::compact::{Keep, Sweeper};
@@ -132,7 +132,27 @@ pub(crate) struct Shared {
     pub(crate) pending: Mutex<Pending>,
     pub(crate) leases: Leases,
     pub(crate) hub: Hub,
+    pub(crate) quota: Quota,
     pub(crate) age: Age,
+}
+
+/// How large the file may become.
+#[derive(Debug)]
+pub(crate) struct Quota {
+    pub(crate) bytes: Option<u64>,
+    pub(crate) used: Size,
+}
+
+impl Quota {
+    /// Whether what takes room may still run. To be asked before a write waits, and again when its turn has come: all
+    /// that wait were let in by what was known then.
+    pub(crate) fn check(&self) -> Result<(), KvError> {
+        let used = self.used.bytes();
+        match self.bytes {
+            Some(quota) if used > quota => Err(KvError::QuotaExceeded { used, quota }),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// How long the store has been serving in all its life.
@@ -195,7 +215,7 @@ impl Store {
     /// [`Store::open`] for a thread of one's own.
     pub fn open_blocking(db: Db, options: Options) -> Result<Self, OpenError> {
         forget_snapshots(db.file())?;
-        let shared = Arc::new(load::load(&db)?);
+        let shared = Arc::new(load::load(&db, options.quota)?);
         db.attach(Box::new(Publisher(Arc::clone(&shared))))?;
         let (sweeper, sweeping) =
             Sweeper::start(Arc::clone(&shared), db.clone(), options.keep.clone())?;
@@ -230,7 +250,7 @@ impl Store {
     /// Whether a put would be taken now, and why not: asks the writer, which stores nothing for it. The
     /// answer takes as long as a write's would, the disk left out.
     pub async fn takes_writes(&self) -> Result<(), KvError> {
-        self.check_quota()?;
+        self.shared.quota.check()?;
         // Refused by itself, it leaves nothing to commit.
         let nothing = |_: &vedetta_db::Tx<'_>| Err::<(), _>(Stop::Refused(()));
         match self.db.write(Purpose::Store, nothing).await {
@@ -363,7 +383,7 @@ impl Store {
     pub async fn put(&self, put: Put) -> Result<PutDone, KvError> {
         engine::check_put(&put, &self.options.limits)?;
         self.check_queue()?;
-        self.check_quota()?;
+        self.shared.quota.check()?;
         let draft = Draft::of(&put, Some(&self.shared.index.read()));
         // The request comes back to be freed here, not on the writer thread.
         let put = move |engine: &mut Engine<'_>| Ok((engine.put(&put, draft)?, put));
@@ -394,7 +414,7 @@ impl Store {
         self.check_queue()?;
         let uses = if reads_the_past(&txn) { Uses::File } else { Uses::Memory };
         if stores(&txn) {
-            self.check_quota()?;
+            self.shared.quota.check()?;
             let txn = move |engine: &mut Engine<'_>| engine.txn(&txn);
             return self.evaluate(Purpose::Store, uses, txn).await;
         }
@@ -448,7 +468,7 @@ impl Store {
     /// Grants a lease; without a wished id, one is chosen.
     pub async fn grant(&self, id: Option<LeaseId>, ttl: Duration) -> Result<LeaseId, KvError> {
         self.check_queue()?;
-        self.check_quota()?;
+        self.shared.quota.check()?;
         let shared = Arc::clone(&self.shared);
         let grant =
             move |engine: &mut Engine<'_>| engine.grant(id, ttl, false, shared.age.now_ms());
@@ -541,14 +561,6 @@ impl Store {
         if self.impatient && self.db.is_crowded() { Err(KvError::Busy) } else { Ok(()) }
     }
 
-    pub(crate) fn check_quota(&self) -> Result<(), KvError> {
-        let used = self.db.size();
-        match self.options.quota {
-            Some(quota) if used > quota => Err(KvError::QuotaExceeded { used, quota }),
-            _ => Ok(()),
-        }
-    }
-
     /// Runs on the writer thread; what it changed is one revision.
     async fn evaluate<T: Send + 'static>(
         &self,
@@ -558,6 +570,9 @@ impl Store {
     ) -> Result<T, KvError> {
         let shared = Arc::clone(&self.shared);
         let evaluated = self.db.write(purpose, move |tx| {
+            if purpose == Purpose::Store {
+                shared.quota.check().map_err(Stop::Refused)?;
+            }
             // Before the locks: whoever commits takes them, too.
             let file = (uses == Uses::File).then(|| &**tx);
             let mut pending = shared.pending.lock();

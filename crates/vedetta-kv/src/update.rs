@@ -53,10 +53,13 @@ impl Store {
     {
         self.check_queue()?;
         if purpose == Purpose::Store {
-            self.check_quota()?;
+            self.shared.quota.check()?;
         }
         let (shared, options) = (Arc::clone(&self.shared), Arc::clone(&self.options));
         let updated = self.db.write(purpose, move |tx| {
+            if purpose == Purpose::Store {
+                shared.quota.check().map_err(|full| Stop::Refused(E::from(full)))?;
+            }
             // Before the locks, as in `evaluate`.
             let file: &rusqlite::Connection = tx;
             let mut pending = shared.pending.lock();

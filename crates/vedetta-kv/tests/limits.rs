@@ -5,12 +5,12 @@ mod support;
 use std::time::Duration;
 
 use bytes::Bytes;
-use support::{get, get_at, one, open, open_db, put, soon};
+use support::{get, get_at, hold, line_up, one, open, open_db, put, soon};
 use vedetta_core::{KeyRange, Revision};
 use vedetta_db::CommitError;
 use vedetta_kv::{
-    Compare, CompareOp, CompareTarget, Delete, KvError, LeaseId, Limits, Op, Options, Put,
-    PutLease, PutValue, Range, Store, Txn, WatchError, WatchOptions,
+    Compare, CompareOp, CompareTarget, Delete, KvError, LeaseId, Limits, Op, Options, Purpose, Put,
+    PutLease, PutValue, Range, Store, Txn, Update, WatchError, WatchOptions, Write,
 };
 
 const HOUR: Duration = Duration::from_secs(3600);
@@ -337,6 +337,45 @@ async fn over_its_quota_the_store_takes_only_what_frees_room_until_there_is_room
         store.compact(store.status().revision, true).await.unwrap();
         put(&store, "small", "v").await;
     }
+    store.close().await;
+}
+
+/// Puts and updates that are let in while there is room, and wait.
+#[tokio::test]
+async fn writes_that_wait_while_the_quota_is_passed_are_refused_but_for_one_or_two_batches() {
+    const BATCH: usize = 4;
+    const WRITES: usize = 64;
+    const SIZE: usize = 64 << 10;
+    let folder = tempfile::tempdir().unwrap();
+    let mut options = vedetta_db::Options::new(folder.path().join("vedetta.db"));
+    (options.ballast, options.batch) = (0, BATCH);
+    let db = vedetta_db::Db::open(&options, &[vedetta_kv::SCHEMA]).unwrap();
+    let quota = 512 << 10;
+    let options = Options { quota: Some(quota), ..Options::default() };
+    let store = Store::open(db.clone(), options).await.unwrap();
+
+    let held = hold(&db).await;
+    let mut waiting = Vec::new();
+    for n in 0..WRITES {
+        let (store, key, value) = (store.clone(), format!("{n}"), Bytes::from(vec![b'v'; SIZE]));
+        waiting.push(if n % 2 == 0 {
+            line_up(async move { store.put(Put::new(key, value)).await.map(drop) }).await
+        } else {
+            let update = move |update: &mut Update<'_>| update.put(key, value, Write::default());
+            line_up(async move { store.update(Purpose::Store, update).await }).await
+        });
+    }
+    drop(held);
+    let mut stored = 0;
+    for answer in waiting {
+        match soon(answer).await {
+            Ok(()) => stored += 1,
+            Err(refused) => assert!(matches!(refused, KvError::QuotaExceeded { .. }), "{refused}"),
+        }
+    }
+    let most = usize::try_from(quota).unwrap() / SIZE + 2 * BATCH;
+    assert!((BATCH..=most).contains(&stored), "{stored} were stored, {most} at most may be");
+    assert_eq!(store.status().existing, stored);
     store.close().await;
 }
 
