@@ -1,6 +1,7 @@
 //! Faults: the disk fails or is full at operation N, or cannot be read at read N, once or for good, for every N of a
 //! short run. The store says so, never lies, never hangs, and goes on when it can.
 
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +15,7 @@ use torture::story::{PATIENCE, Story};
 use torture::vfs::{Disk, Fault, Image, Times};
 use torture::workload::{Failing, Notes, Workload};
 use vedetta_core::{KeyRange, Revision};
-use vedetta_db::{CommitError, Purpose, Stop};
+use vedetta_db::{CommitError, Purpose, Schema, Stop};
 use vedetta_kv::{Delete, KvError, Op, Put, Range, Store, Txn};
 
 /// A fault to plant.
@@ -546,6 +547,40 @@ async fn on_a_full_disk_puts_work_again_in_the_room_that_deletes_and_compaction_
     full.disk.limit(Some(limit));
     full.put().await;
     assert!(full.disk.used() <= limit);
+    full.check(100).await;
+}
+
+/// A table more than the file has.
+const MORE: Schema = Schema { component: "more", steps: &["CREATE TABLE more (n INTEGER)"] };
+
+/// Closes a full store and opens it again on a disk without room for a byte more.
+async fn reopened_without_room(full: Full, schemas: &'static [Schema]) -> Full {
+    let Full { folder, disk, how, store, stored, .. } = full;
+    disk.limit(None); // all of the log is to go into the file
+    store.close().await;
+    let limit = disk.used();
+    disk.limit(Some(limit));
+    let (store, _) = how.open_with(schemas, folder.path()).await.unwrap();
+    Full { folder, disk, how, store, limit, stored }
+}
+
+#[tokio::test]
+async fn a_store_that_is_opened_on_a_full_disk_keeps_its_ballast_for_deletes_and_compaction() {
+    let full = full_store(None).await;
+    let ballast = full.folder.path().join("ballast");
+    let number = || std::fs::metadata(&ballast).unwrap().ino();
+    let before = number();
+    let full = reopened_without_room(full, &[vedetta_kv::SCHEMA]).await;
+    assert_eq!(number(), before, "there was nothing to write");
+    full.make_room().await;
+    full.check(100).await;
+}
+
+#[tokio::test]
+async fn a_table_that_is_missing_is_made_in_the_room_of_the_ballast_on_a_full_disk() {
+    let full = full_store(None).await;
+    let full = reopened_without_room(full, &[vedetta_kv::SCHEMA, MORE]).await;
+    full.make_room().await;
     full.check(100).await;
 }
 

@@ -5,6 +5,8 @@ use std::io::{self, Read as _, Seek as _, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
+use crate::space::is_full;
+
 /// A data folder, locked for this process until dropped.
 #[derive(Debug)]
 pub struct DataFolder {
@@ -36,10 +38,11 @@ pub enum FolderError {
 }
 
 impl DataFolder {
-    /// Creates the folder if it is missing (readable by its owner only) and takes it for this process.
+    /// Creates the folder if it is missing (readable by its owner only) and takes it for this process. On a full disk,
+    /// too, if it is there.
     pub fn open(path: &Path) -> Result<Self, FolderError> {
         let unusable = |source| FolderError::Unusable { path: path.to_owned(), source };
-        DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(unusable)?;
+        make(path, sync_folder).map_err(unusable)?;
         let mut lock = OpenOptions::new()
             .read(true)
             .write(true)
@@ -55,12 +58,11 @@ impl DataFolder {
             }
             Err(TryLockError::Error(e)) => return Err(unusable(e)),
         }
-        let note_pid = |lock: &mut File| {
-            lock.set_len(0)?;
-            lock.rewind()?;
-            write!(lock, "{}", std::process::id())
-        };
-        note_pid(&mut lock).map_err(unusable)?;
+        match note_pid(&mut lock) {
+            // It only helps to tell who has the folder, and then that is not known.
+            Err(full) if is_full(&full) => drop(lock.set_len(0)),
+            noted => noted.map_err(unusable)?,
+        }
         Ok(Self { path: path.to_owned(), _lock: lock })
     }
 
@@ -90,10 +92,26 @@ impl DataFolder {
     }
 }
 
+/// Over what is there, which needs no more room.
+fn note_pid(lock: &mut File) -> io::Result<()> {
+    let pid = std::process::id().to_string();
+    lock.rewind()?;
+    lock.write_all(pid.as_bytes())?;
+    lock.set_len(pid.len() as u64)
+}
+
 fn read_pid(lock: &mut File) -> String {
     let mut pid = String::new();
     let _ = lock.read_to_string(&mut pid);
     if pid.is_empty() { "(unknown)".into() } else { pid.trim().to_owned() }
+}
+
+/// Makes a folder if it is missing, and those above it. `sync` is to make the entries of a folder durable.
+fn make(path: &Path, mut sync: impl FnMut(&Path) -> io::Result<()>) -> io::Result<()> {
+    let is_missing = |folder: &&Path| !folder.as_os_str().is_empty() && !folder.exists();
+    let missing: Vec<&Path> = path.ancestors().take_while(is_missing).collect();
+    DirBuilder::new().recursive(true).mode(0o700).create(path)?;
+    missing.into_iter().rev().try_for_each(|made| sync(parent(made)))
 }
 
 /// Makes the entries of `folder` durable.
@@ -106,5 +124,47 @@ pub(crate) fn parent(file: &Path) -> &Path {
     match file.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_that_is_made_is_synced_into_the_one_above_and_so_are_those_on_the_way() {
+        let here = tempfile::tempdir().unwrap();
+        let here = here.path();
+        let synced = |path: &str| {
+            let mut synced = Vec::new();
+            make(&here.join(path), |folder| {
+                assert!(folder.is_dir());
+                synced.push(folder.strip_prefix(here).unwrap().to_owned());
+                sync_folder(folder)
+            })
+            .unwrap();
+            assert!(here.join(path).is_dir());
+            synced
+        };
+        assert_eq!(synced("a/b/c"), ["", "a", "a/b"].map(PathBuf::from));
+        assert_eq!(synced("a/b/c"), [""; 0].map(PathBuf::from), "nothing was made");
+        assert_eq!(synced("a/d"), ["a"].map(PathBuf::from));
+    }
+
+    #[test]
+    fn on_a_full_disk_a_folder_is_taken_though_it_cannot_be_noted_by_whom() {
+        let folder = tempfile::tempdir().unwrap();
+        std::os::unix::fs::symlink("/dev/full", folder.path().join("lock")).unwrap();
+        assert!(DataFolder::open(folder.path()).is_ok());
+    }
+
+    #[test]
+    fn a_shorter_number_of_a_process_replaces_a_longer_one() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("lock"), "99999999999999").unwrap();
+        let held = DataFolder::open(folder.path()).unwrap();
+        let holder = DataFolder::holder(folder.path()).unwrap();
+        assert_eq!(holder, Some(std::process::id().to_string()));
+        drop(held);
     }
 }

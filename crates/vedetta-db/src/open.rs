@@ -12,14 +12,14 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use rusqlite::config::DbConfig;
-use rusqlite::{Connection, OpenFlags, OptionalExtension as _};
+use rusqlite::{Connection, ErrorCode, OpenFlags, OptionalExtension as _};
 use tokio::sync::Semaphore;
 
 use crate::clock::Clock;
 use crate::folder::{parent, sync_folder};
 use crate::log::{self, UNSYNCED};
 use crate::readers::{ReadError, Reader, Readers};
-use crate::space::Space;
+use crate::space::{Space, is_full};
 use crate::wal::{PATIENCE, WalKeeper, make_room, start_over};
 use crate::writer::{
     Answer, CommitError, Durability, File, Message, Mirror, Purpose, Queue, Round, Stop, Task, Tx,
@@ -182,6 +182,22 @@ pub enum OpenError {
     },
 }
 
+impl OpenError {
+    fn is_for_lack_of_room(&self) -> bool {
+        match self {
+            Self::Sql { source, .. } => {
+                // The second is told when the index of the log, a file of its own, finds no room.
+                source.sqlite_error_code() == Some(ErrorCode::DiskFull)
+                    || source.sqlite_error().is_some_and(|cause| {
+                        cause.extended_code == rusqlite::ffi::SQLITE_IOERR_SHMSIZE
+                    })
+            }
+            Self::Unreadable { source, .. } => is_full(source),
+            _ => false,
+        }
+    }
+}
+
 /// A handle to an open database; clones share it.
 #[derive(Clone)]
 pub struct Db {
@@ -219,19 +235,16 @@ impl Db {
         let unreadable = |source| OpenError::Unreadable { file: options.file.clone(), source };
         let sql = |source| OpenError::Sql { file: options.file.clone(), source };
 
-        create_private(&options.file).map_err(unreadable)?;
-        if log::is_damaged(&options.file).map_err(unreadable)? {
-            return Err(OpenError::DamagedLog { file: options.file.clone() });
-        }
-        let connection = options.connect(OpenFlags::SQLITE_OPEN_READ_WRITE).map_err(sql)?;
-        check_versions(options, &connection, schemas)?;
-        prepare(&connection, options.synchronous(), options.cache()).map_err(sql)?;
-        start_over(&connection).map_err(sql)?;
-        if options.ballast > 0 {
-            make_room(&options.file);
-        }
-        migrate(&connection, schemas).map_err(sql)?;
-        let (clock, steady) = Clock::of(&connection).map_err(sql)?;
+        let ballast = parent(&options.file).join("ballast");
+        let give_up = || options.ballast > 0 && fs::remove_file(&ballast).is_ok();
+        let (connection, (clock, steady)) = match make_ready(options, schemas) {
+            // What has to be written before anything else may use the room kept for deletes.
+            Err(full) if full.is_for_lack_of_room() && give_up() => {
+                tracing::warn!("gave up the ballast file so that the database can be opened");
+                make_ready(options, schemas)
+            }
+            done => done,
+        }?;
         let restored = has_table(&connection, "vedetta_backup").map_err(sql)?;
 
         // The disk of a test is SQLite's alone.
@@ -255,7 +268,6 @@ impl Db {
 
         let (queue, desk) = Queue::new(options.queue);
         let size = Arc::new(AtomicU64::new(0));
-        let ballast = parent(&options.file).join("ballast");
         let space = Space::new(ballast, options.ballast, options.torture.look_again);
         let step = options.torture.checkpoint_step;
         let (wal, checkpoints) = WalKeeper::new(checkpoints, step, flushed.clone());
@@ -465,6 +477,29 @@ pub(crate) fn create_private(file: &Path) -> io::Result<()> {
     }
 }
 
+/// The connection that is to write, to a file as this program wants it, and the clocks in that.
+fn make_ready(
+    options: &Options,
+    schemas: &[Schema],
+) -> Result<(Connection, (Clock, Clock)), OpenError> {
+    let unreadable = |source| OpenError::Unreadable { file: options.file.clone(), source };
+    let sql = |source| OpenError::Sql { file: options.file.clone(), source };
+    create_private(&options.file).map_err(unreadable)?;
+    if log::is_damaged(&options.file).map_err(unreadable)? {
+        return Err(OpenError::DamagedLog { file: options.file.clone() });
+    }
+    let connection = options.connect(OpenFlags::SQLITE_OPEN_READ_WRITE).map_err(sql)?;
+    check_versions(options, &connection, schemas)?;
+    prepare(&connection, options.synchronous(), options.cache()).map_err(sql)?;
+    start_over(&connection).map_err(sql)?;
+    if options.ballast > 0 {
+        make_room(&options.file);
+    }
+    migrate(&connection, schemas).map_err(sql)?;
+    let clocks = Clock::of(&connection).map_err(sql)?;
+    Ok((connection, clocks))
+}
+
 /// Refuses what this program must not touch, before anything is touched.
 fn check_versions(
     options: &Options,
@@ -515,15 +550,18 @@ fn prepare(connection: &Connection, synchronous: &str, cache: i64) -> rusqlite::
 }
 
 fn migrate(connection: &Connection, schemas: &[Schema]) -> rusqlite::Result<()> {
-    let tx = connection.unchecked_transaction()?;
-    tx.pragma_update(None, "application_id", APPLICATION)?;
-    tx.pragma_update(None, "user_version", FILE_VERSION)?;
-    tx.execute_batch(
-        "CREATE TABLE IF NOT EXISTS vedetta_schema (component TEXT PRIMARY KEY, version INTEGER NOT NULL) STRICT;
-         CREATE TABLE IF NOT EXISTS vedetta_clock (
-             boot TEXT NOT NULL, up INTEGER NOT NULL, wall INTEGER NOT NULL, steady INTEGER NOT NULL) STRICT",
-    )?;
-    tx.commit()?;
+    // Where nothing has to be written a full disk does not matter.
+    if !is_laid_out(connection)? {
+        let tx = connection.unchecked_transaction()?;
+        tx.pragma_update(None, "application_id", APPLICATION)?;
+        tx.pragma_update(None, "user_version", FILE_VERSION)?;
+        tx.execute_batch(
+            "CREATE TABLE IF NOT EXISTS vedetta_schema (component TEXT PRIMARY KEY, version INTEGER NOT NULL) STRICT;
+             CREATE TABLE IF NOT EXISTS vedetta_clock (
+                 boot TEXT NOT NULL, up INTEGER NOT NULL, wall INTEGER NOT NULL, steady INTEGER NOT NULL) STRICT",
+        )?;
+        tx.commit()?;
+    }
     for schema in schemas {
         let done = usize::try_from(version(connection, schema)?).unwrap_or(0);
         for (step, sql) in schema.steps.iter().enumerate().skip(done) {
@@ -539,6 +577,15 @@ fn migrate(connection: &Connection, schemas: &[Schema]) -> rusqlite::Result<()> 
         }
     }
     Ok(())
+}
+
+/// Whether it is a file of this layout, without the mark [`UNSYNCED`], which a new log must not begin with.
+fn is_laid_out(connection: &Connection) -> rusqlite::Result<bool> {
+    let pragma = |name| connection.pragma_query_value(None, name, |row| row.get::<_, i64>(0));
+    Ok(pragma("application_id")? == APPLICATION
+        && pragma("user_version")? == FILE_VERSION
+        && has_table(connection, "vedetta_schema")?
+        && has_table(connection, "vedetta_clock")?)
 }
 
 fn version(connection: &Connection, schema: &Schema) -> rusqlite::Result<i64> {

@@ -96,9 +96,7 @@ impl Space {
     fn lay_ballast(&mut self) -> bool {
         match self.try_lay_ballast() {
             Ok(()) => true,
-            Err(e) if matches!(e.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded) => {
-                false
-            }
+            Err(e) if is_full(&e) => false,
             Err(e) => {
                 tracing::warn!(error = %e, "cannot keep a ballast file; going on without");
                 self.size = 0;
@@ -130,6 +128,11 @@ impl Space {
         let stat = statvfs(folder).ok()?;
         Some(stat.f_bavail.saturating_mul(stat.f_frsize))
     }
+}
+
+/// Whether it is for lack of room.
+pub(crate) fn is_full(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded)
 }
 
 #[cfg(test)]

@@ -177,7 +177,7 @@ impl Sweep {
     }
 
     fn carry_out(&self, plan: Plan) -> Result<(), SweepError> {
-        let Plan { rows, meta, passed, .. } = plan;
+        let Plan { rows, meta, passed, is_new, .. } = plan;
         let write = move |connection: &Tx<'_>| {
             for (revision, body) in rows {
                 let revision = revision.0.cast_signed();
@@ -196,7 +196,10 @@ impl Sweep {
             set_meta(connection, "sum", i64::from(meta.sum))?;
             Ok::<_, Stop<KvError>>(())
         };
-        self.db.write_blocking(Purpose::Reclaim, write).map_err(lost)?;
+        // A start on a full disk is not to take from the room that is kept for deletes.
+        if is_new {
+            self.db.write_blocking(Purpose::Reclaim, write).map_err(lost)?;
+        }
         let _nobody_evaluates = self.shared.pending.lock();
         let mut index = self.shared.index.write();
         for Passed { key, revision, drop_tombstone } in passed {
@@ -311,6 +314,8 @@ struct Plan {
     /// Rows to rewrite, or to delete.
     rows: Vec<RowChange>,
     meta: Meta,
+    /// Whether the file has to be told.
+    is_new: bool,
     passed: Vec<Passed>,
     finished: bool,
 }
@@ -326,8 +331,8 @@ struct Passed {
 }
 
 fn plan(connection: &Connection, shared: &Shared, mark: Revision) -> Result<Plan, FetchError> {
-    let mut meta = Meta::read(connection)?;
-    let swept = meta.swept;
+    let before = Meta::read(connection)?;
+    let (mut meta, swept) = (before, before.swept);
     let sql = "SELECT revision, body FROM event WHERE revision > ?1 AND revision <= ?2
                ORDER BY revision LIMIT ?3";
     let mut select = connection.prepare_cached(sql)?;
@@ -366,7 +371,8 @@ fn plan(connection: &Connection, shared: &Shared, mark: Revision) -> Result<Plan
     for (revision, keys) in doomed {
         changed.extend(strike(connection, &mut meta, revision, &keys)?);
     }
-    Ok(Plan { rows: changed, meta, passed, finished })
+    let is_new = !changed.is_empty() || meta != before;
+    Ok(Plan { rows: changed, meta, is_new, passed, finished })
 }
 
 /// Which rows an event lets go.

@@ -24,7 +24,7 @@ const RESTORE_JUMP: u64 = 1 << 40;
 const CHECK: &str = "checksum";
 
 /// The store's numbers in the table `meta`.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Meta {
     /// The oldest revision that can be read or watched from.
     pub(crate) compacted: Revision,
