@@ -411,6 +411,35 @@ async fn a_disk_full_from_anywhere_on_refuses_and_the_store_goes_on_when_space_r
     at_every_operation(Fault::Full, Times::ForGood).await;
 }
 
+#[tokio::test]
+async fn who_waits_for_the_room_that_a_compaction_frees_is_told_when_that_fails() {
+    let mut swept_badly = 0;
+    for after in 1.. {
+        let (folder, disk) = (memory_folder(), Disk::register("sweep", bed::seed()));
+        let mut how = How::on(&disk);
+        how.torture.checkpoint_step = None; // nobody else writes
+        let store = how.open(folder.path()).await.unwrap();
+        for number in 0..5 {
+            store.put(Put::new("k", value(number))).await.unwrap();
+        }
+        store.compact(Revision(2), true).await.unwrap(); // the sweep at the start is over, too
+        let fails_at = disk.operations() + after;
+        disk.fail_at(fails_at, Fault::Error, Times::Once);
+        let compacted = store.compact(Revision(6), true).await;
+        let has_failed = disk.operations() >= fails_at;
+        let stands = store.status().compacted == Revision(6);
+        assert_eq!(compacted.is_err(), has_failed, "operation {after}: {compacted:?}");
+        assert!(stands || has_failed);
+        swept_badly += usize::from(stands && has_failed);
+        disk.heal();
+        store.close().await;
+        if !has_failed {
+            break;
+        }
+    }
+    assert!(swept_badly > 0, "the sweep was to fail, too");
+}
+
 /// A put takes a page of the file and three of the log.
 fn put_number(number: u32) -> Put {
     Put::new(format!("k/{number:05}/{:060}", 0), vec![7; 3_900])

@@ -56,8 +56,11 @@ pub(crate) struct Sweeper {
     closing: Arc<AtomicBool>,
 }
 
-/// Who is told when a sweep that begins after they came is done; `None` when none will.
-type Waiting = Mutex<Option<Vec<oneshot::Sender<()>>>>;
+/// Who is told how a sweep ended that begins after they came; `None` when none will.
+type Waiting = Mutex<Option<Vec<oneshot::Sender<Swept>>>>;
+
+/// How a sweep ended.
+type Swept = Result<(), KvError>;
 
 enum Order {
     Sweep,
@@ -84,7 +87,7 @@ impl Sweeper {
     }
 
     /// The same; the answer comes when that is done.
-    pub(crate) fn sweep(&self) -> oneshot::Receiver<()> {
+    pub(crate) fn sweep(&self) -> oneshot::Receiver<Swept> {
         let (done, answer) = oneshot::channel();
         if let Some(waiting) = &mut *self.waiting.lock() {
             waiting.push(done);
@@ -118,6 +121,15 @@ enum SweepError {
     Read(#[from] vedetta_db::ReadError),
 }
 
+impl From<SweepError> for KvError {
+    fn from(error: SweepError) -> Self {
+        match error {
+            SweepError::Kv(error) => error,
+            SweepError::Read(error) => Self::Unreadable(error.to_string()),
+        }
+    }
+}
+
 impl Sweep {
     fn new(shared: Arc<Shared>, db: Db, keep: Keep) -> Self {
         let (waiting, closing) = (Arc::new(Mutex::new(Some(Vec::new()))), Arc::default());
@@ -125,16 +137,16 @@ impl Sweep {
     }
 
     fn run(&self, inbox: &Receiver<Order>) {
-        self.sweep_logged(); // what the last run left
+        let _ = self.sweep_logged(); // what the last run left
         let mut policy_due = Instant::now() + self.every;
         loop {
             match inbox.recv_timeout(policy_due.saturating_duration_since(Instant::now())) {
                 Ok(Order::Sweep) => {
                     // Before it begins: who comes later may have a mark that it does not see.
                     let waiting = self.waiting.lock().as_mut().map(std::mem::take);
-                    self.sweep_logged();
+                    let swept = self.sweep_logged();
                     waiting.into_iter().flatten().for_each(|done| {
-                        let _ = done.send(());
+                        let _ = done.send(swept.clone());
                     });
                 }
                 Err(RecvTimeoutError::Timeout) => {}
@@ -149,10 +161,10 @@ impl Sweep {
         *self.waiting.lock() = None;
     }
 
-    fn sweep_logged(&self) {
-        if let Err(error) = self.sweep() {
+    fn sweep_logged(&self) -> Swept {
+        self.sweep().map_err(KvError::from).inspect_err(|error| {
             tracing::error!(%error, "compaction stopped; it goes on with the next one");
-        }
+        })
     }
 
     fn sweep(&self) -> Result<(), SweepError> {
@@ -229,7 +241,7 @@ impl Sweep {
             done => done,
         };
         match marked {
-            Ok(()) => self.sweep_logged(),
+            Ok(()) => drop(self.sweep_logged()),
             Err(error) => tracing::warn!(%error, "could not compact by policy"),
         }
     }
@@ -483,7 +495,7 @@ mod tests {
         let thread = run();
         let followed = async {
             while store.status().compacted == Revision(0) {
-                sweeper.sweep().await.unwrap();
+                sweeper.sweep().await.unwrap().unwrap();
             }
         };
         let followed = tokio::time::timeout(Duration::from_secs(60), followed).await;
@@ -512,7 +524,7 @@ mod tests {
         let answers: Vec<_> = (0..1000).map(|_| sweeper.sweep()).collect();
         let thread = run();
         for answer in answers {
-            answer.await.expect("it is told");
+            answer.await.expect("it is told").expect("all goes well");
             assert_eq!(rows().await, 1, "told before it was done");
         }
         sweeper.close();

@@ -440,7 +440,8 @@ impl Store {
     }
 
     /// Forgets what was before `revision`: it becomes the oldest that can be read or watched from.
-    /// Returns once that is durable; with `swept`, once the room is free too.
+    /// Returns once that is durable; with `swept`, once the room is free too. If that fails, the error says why, and
+    /// that history is forgotten all the same: [`Status::compacted`] is `revision`, and the next compaction frees what is left.
     pub async fn compact(&self, revision: Revision, swept: bool) -> Result<(), KvError> {
         self.check_queue()?;
         let mark = move |engine: &mut Engine<'_>| {
@@ -458,10 +459,10 @@ impl Store {
         };
         self.reclaim(Uses::File, mark).await?;
         if swept {
-            let _ = self.sweeper.sweep().await; // closed meanwhile: the next start goes on with it
-        } else {
-            self.sweeper.nudge();
+            // Closed meanwhile: the next start goes on with it.
+            return self.sweeper.sweep().await.unwrap_or(Ok(()));
         }
+        self.sweeper.nudge();
         Ok(())
     }
 
