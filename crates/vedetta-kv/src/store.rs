@@ -760,9 +760,17 @@ fn note_age(connection: &rusqlite::Connection, shared: &Shared) -> Result<(), St
 /// The thread that ends leases when their time is up, and notes the store's age.
 fn keep_leases(shared: &Arc<Shared>, db: &Db) {
     let mut age_due = Instant::now() + AGE_EVERY;
+    let mut ending = Ending::default();
     while let Some(due) = shared.leases.wait_due(age_due, ENDED_AT_ONCE) {
         if !due.is_empty() {
-            end_leases(shared, db, &due);
+            let ended = end_leases(shared, db, &due);
+            if let Some(error) = ending.news(&ended) {
+                tracing::error!(error, leases = due.len(), "could not end leases; trying again");
+            }
+            if ended.is_err() {
+                shared.leases.still_due(&due);
+                std::thread::sleep(RETRY);
+            }
         }
         if Instant::now() >= age_due {
             age_due = Instant::now() + AGE_EVERY;
@@ -777,9 +785,26 @@ fn keep_leases(shared: &Arc<Shared>, db: &Db) {
     }
 }
 
-fn end_leases(shared: &Arc<Shared>, db: &Db, due: &[LeaseId]) {
+/// How the ending of leases goes. It is tried again soon, for as long as a halted store is not restarted.
+#[derive(Debug, Default)]
+struct Ending {
+    /// What was told last, if it still holds.
+    told: Option<String>,
+}
+
+impl Ending {
+    /// What is to be told of one more try, if it is not what was told.
+    fn news(&mut self, ended: &Result<(), WriteError<KvError>>) -> Option<&str> {
+        let error = ended.as_ref().err().map(WriteError::to_string);
+        let is_news = error != self.told;
+        self.told = error;
+        self.told.as_deref().filter(|_| is_news)
+    }
+}
+
+fn end_leases(shared: &Arc<Shared>, db: &Db, due: &[LeaseId]) -> Result<(), WriteError<KvError>> {
     let (in_writer, ending) = (Arc::clone(shared), due.to_vec());
-    let ended = db.write_blocking(Purpose::Reclaim, move |tx| {
+    db.write_blocking(Purpose::Reclaim, move |tx| {
         let file: &rusqlite::Connection = tx;
         let mut pending = in_writer.pending.lock();
         let index = in_writer.index.read();
@@ -793,11 +818,30 @@ fn end_leases(shared: &Arc<Shared>, db: &Db, due: &[LeaseId]) {
                 failpoint("kv.expired");
             }
         }
-        Ok::<_, Stop<KvError>>(())
-    });
-    if let Err(error) = ended {
-        tracing::error!(%error, leases = due.len(), "could not end leases; trying again");
-        shared.leases.still_due(due);
-        std::thread::sleep(RETRY);
+        Ok(())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn that_leases_cannot_be_ended_is_told_once_until_it_changes() {
+        let lost = |why| Err(WriteError::Lost(why));
+        let mut ending = Ending::default();
+        for (ended, told) in [
+            (Ok(()), None),
+            (lost(CommitError::Full), Some(CommitError::Full)),
+            (lost(CommitError::Full), None),
+            (lost(CommitError::Halted), Some(CommitError::Halted)),
+            (lost(CommitError::Halted), None),
+            (lost(CommitError::Halted), None),
+            (Ok(()), None),
+            (lost(CommitError::Halted), Some(CommitError::Halted)),
+        ] {
+            let told = told.map(|why| why.to_string());
+            assert_eq!(ending.news(&ended), told.as_deref(), "{ended:?}");
+        }
     }
 }
