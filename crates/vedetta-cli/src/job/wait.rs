@@ -54,16 +54,22 @@ pub(super) fn wait(
     let (mut pause, mut heard) = (OFTEN, Instant::now());
     loop {
         draw(&bar, &jobs);
-        let Some(job) = jobs.iter_mut().find(|job| !job.status.is_over()) else { break };
+        if jobs.iter().all(|job| job.status.is_over()) {
+            break;
+        }
         sleep(pause);
         pause = (pause * 5 / 4).min(SELDOM);
-        // The first that is not over is enough to know that they are not.
-        match client.get(&path(job.id)) {
-            Ok(now) => (*job, heard) = (now, Instant::now()),
-            // It may be on its way back.
-            Err(ClientError::Unreachable { .. } | ClientError::Refused { status: 503, .. })
-                if heard.elapsed() < AWAY => {}
-            Err(error) => return Err(error.into()),
+        for job in jobs.iter_mut().filter(|job| !job.status.is_over()) {
+            match client.get(&path(job.id)) {
+                Ok(now) => (*job, heard) = (now, Instant::now()),
+                // It may be on its way back; the others would wait for it as long.
+                Err(ClientError::Unreachable { .. } | ClientError::Refused { status: 503, .. })
+                    if heard.elapsed() < AWAY =>
+                {
+                    break;
+                }
+                Err(error) => return Err(error.into()),
+            }
         }
     }
     bar.finish_and_clear();

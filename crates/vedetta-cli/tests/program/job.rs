@@ -76,6 +76,10 @@ fn jobs_are_added_listed_shown_cancelled_and_retried() {
 
     let cancelled = ask(&server, &["job", "cancel", "1", "2"]);
     assert_eq!(cancelled.out, "job 1 is cancelled\njob 2 is cancelled\n", "{cancelled:?}");
+    let some = ask(&server, &["job", "retry", "98", "2", "99"]);
+    assert_eq!((some.code, some.out.as_str()), (3, "job 2 is waiting\n"), "{some:?}");
+    assert!(["98", "99"].iter().all(|id| some.err.contains(id)), "{some:?}");
+    assert_eq!(ask(&server, &["job", "cancel", "2"]).out, "job 2 is cancelled\n");
     assert_eq!(ids(&["--status", "cancelled"]), [2, 1]);
     assert_eq!(ask(&server, &["job", "retry", "1"]).out, "job 1 is waiting\n");
     let retried = done(&server, &["job", "retry", "--all", "--status", "cancelled"]);
@@ -161,6 +165,32 @@ fn who_waits_for_a_job_bears_with_a_server_that_is_not_ready_for_a_while() {
     assert_eq!(ran.code, 0, "{ran:?}");
     let asked = answering.join().unwrap();
     assert_eq!(asked, vec!["GET /api/v1/jobs/1 HTTP/1.1"; 3]);
+}
+
+#[test]
+fn who_waits_for_several_jobs_hears_of_each_whichever_ends_first() {
+    let folder = temp();
+    let server = Server::start(folder.path());
+    let [one, two] = ["1", "2"].map(|id| {
+        assert_eq!(ask(&server, &["job", "add", "pack"]).code, 0);
+        done(&server, &["job", "show", id])
+    });
+    server.stop();
+    let waits = |job: &Value| (200, job.clone());
+    let is_over = |job: &Value| {
+        let mut job = job.clone();
+        job["status"] = "done".into();
+        (200, job)
+    };
+    let answers = vec![waits(&one), waits(&two), waits(&one), is_over(&two), is_over(&one)];
+    let (url, answering) = scripted(answers);
+    let mut command = vedetta(folder.path());
+    let ran = command.args(["job", "wait", "1", "2", "--server", &url]).output().unwrap();
+    let ran = Ran::from(ran);
+    assert_eq!(ran.code, 0, "{ran:?}");
+    let asked = answering.join().unwrap();
+    let expected = [1, 2, 1, 2, 1].map(|id| format!("GET /api/v1/jobs/{id} HTTP/1.1"));
+    assert_eq!(asked, expected);
 }
 
 #[test]
