@@ -12,7 +12,9 @@ use vedetta_jobs::wire::{
     Added, Changed, Deleted, Keep, Kept, Listed, MOST_AT_ONCE, OneOrMany, Retried, Settle,
     Settlement, Verdict, Which,
 };
-use vedetta_jobs::{Asked, Change, Claim, Job, JobId, JobsError, Ledger, Page, status, wire};
+use vedetta_jobs::{
+    Asked, Change, Claim, Filter, Job, JobId, JobsError, Ledger, Page, status, wire,
+};
 use vedetta_kv::{CommitError, KvError};
 
 use crate::api::Context;
@@ -148,15 +150,16 @@ pub(crate) async fn page_of(
     limit: usize,
 ) -> Result<Page, ApiError> {
     let (filter, mut before) = which.parse()?;
+    if let Some(text) = &filter.text {
+        return search(ledger, &filter, text, before, limit).await;
+    }
     let (mut jobs, mut bytes) = (Vec::new(), 0);
     while jobs.len() < limit && bytes < PAGE_BYTES {
         let wanted = READ.min(u32::try_from(limit - jobs.len()).unwrap_or(READ));
         let page = ledger.list(&filter, before, wanted).await?;
         let found = page.jobs.len();
         bytes += page.jobs.iter().map(size).sum::<usize>();
-        // What is hidden is not found either: a search would tell it letter by letter.
-        let shown = page.jobs.into_iter().map(redact::job);
-        jobs.extend(shown.filter(|job| filter.text.as_ref().is_none_or(|text| has(job, text))));
+        jobs.extend(page.jobs.into_iter().map(redact::job));
         before = page.next;
         // A long search goes on with the next page.
         if before.is_none() || found < wanted as usize {
@@ -164,6 +167,55 @@ pub(crate) async fn page_of(
         }
     }
     Ok(Page { jobs, next: before })
+}
+
+/// A page of jobs with a text in what is shown of them.
+///
+/// What is hidden is not found, nor does it show in where a page ends: a search would tell it letter by letter. So a
+/// page ends after a job that is shown, or where one ends that finds nothing.
+async fn search(
+    ledger: &Arc<dyn Ledger>,
+    filter: &Filter,
+    text: &str,
+    start: Option<JobId>,
+    limit: usize,
+) -> Result<Page, ApiError> {
+    let (mut jobs, mut bytes): (Vec<Job>, usize) = (Vec::new(), 0);
+    let (mut before, mut end) = (start, None);
+    loop {
+        let found = ledger.list(filter, before, READ).await?;
+        if found.next.is_some() && end.is_none() {
+            end = Some(end_of_search(ledger, filter, start).await?);
+        }
+        let floor = end.flatten();
+        let is_within = |id: JobId| floor.is_none_or(|floor| id >= floor);
+        for job in found.jobs.into_iter().filter(|job| is_within(job.id)).map(redact::job) {
+            if !has(&job, text) {
+                continue;
+            }
+            if jobs.len() >= limit || bytes >= PAGE_BYTES {
+                let next = jobs.last().map(|job| job.id);
+                return Ok(Page { jobs, next });
+            }
+            bytes += size(&job);
+            jobs.push(job);
+        }
+        before = found.next.filter(|next| floor.is_none_or(|floor| *next > floor));
+        if before.is_none() {
+            return Ok(Page { jobs, next: floor });
+        }
+    }
+}
+
+/// Where a search from there on would be cut if nothing were found.
+async fn end_of_search(
+    ledger: &Arc<dyn Ledger>,
+    filter: &Filter,
+    start: Option<JobId>,
+) -> Result<Option<JobId>, ApiError> {
+    let nowhere = format!("{:032x}", fastrand::u128(..));
+    let filter = Filter { text: Some(nowhere), ..filter.clone() };
+    Ok(ledger.list(&filter, start, 1).await?.next)
 }
 
 /// Whether a text is in what is searched.

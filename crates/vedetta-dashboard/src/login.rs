@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use axum::Extension;
-use axum::body::Bytes;
+use axum::body::{Body, to_bytes};
 use axum::extract::State;
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
@@ -15,13 +15,15 @@ use vedetta_access::{Entry, Outcome, Role, Scope, Secret};
 use crate::access::{Caller, Ends, Kind, csrf};
 use crate::api::Context;
 use crate::error::ApiError;
-use crate::guard::{is_form, set_cookie};
+use crate::guard::{FORM, is_form, set_cookie};
 use crate::input::{Query, fields};
 use crate::json::{Json, stamp};
 use crate::page::assets::asset;
 
 /// To wait for one's turn to have a password hashed.
 const TURN: Duration = Duration::from_secs(10);
+/// Bytes of the longest name that a user can have.
+const LONGEST_NAME: usize = 64;
 
 /// What the form has in it.
 pub(crate) struct SignIn<'a> {
@@ -70,6 +72,11 @@ fn ours(next: &str) -> &str {
     if next.starts_with('/') && !next.starts_with("//") && is_plain { next } else { "/" }
 }
 
+/// Under what a try is counted. What is too long is nobody's name, and is not kept: nobody has signed in.
+fn tries(source: &str, name: &str) -> [String; 2] {
+    [format!("from {source}"), format!("as {}", &name[..name.floor_char_boundary(LONGEST_NAME)])]
+}
+
 fn go(to: &str) -> Response {
     (StatusCode::SEE_OTHER, [(header::LOCATION, to.to_owned())]).into_response()
 }
@@ -105,7 +112,7 @@ pub(crate) async fn sign_in(
     State(context): State<Context>,
     Extension(ends): Extension<Ends>,
     headers: HeaderMap,
-    body: Bytes,
+    body: Body,
 ) -> Result<Response, ApiError> {
     let door = &context.door;
     let Some(access) = door.access.clone().filter(|_| door.signs_in) else { return Ok(go("/")) };
@@ -113,6 +120,9 @@ pub(crate) async fn sign_in(
         let message = "sign in with a form; programs use a token";
         return Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "not_a_form", message));
     }
+    // The guard has it already.
+    let body = to_bytes(body, FORM).await;
+    let body = body.map_err(|_| ApiError::too_large("a form has 64 KiB at most"))?;
     let (mut name, mut password, mut next) = (String::new(), String::new(), String::new());
     for (field, value) in fields(&body) {
         let value = String::from_utf8(value).unwrap_or_default();
@@ -129,8 +139,7 @@ pub(crate) async fn sign_in(
         let csrf = old.as_deref().map(csrf).unwrap_or_default();
         html(status, &SignIn { csrf: &csrf, next: ours(&next), message: Some(message) })
     };
-    // What is too long is nobody's name.
-    let keys = [format!("from {source}"), format!("as {}", name.get(..64).unwrap_or(&name))];
+    let keys = tries(&source, &name);
     let tried = door.throttle.lock().await.attempt(&keys, Instant::now());
     if let Err(wait) = tried {
         let (who, action, target) = ("?".to_owned(), "sign-in too often".into(), String::new());
@@ -224,6 +233,18 @@ mod tests {
         ] {
             assert_eq!(ours(next), "/", "{next}");
         }
+    }
+
+    #[test]
+    fn what_is_kept_of_a_try_is_short_whatever_the_name() {
+        let (long, split) =
+            ("x".repeat(60_000), format!("{}{}", "x".repeat(63), "ä".repeat(60_000)));
+        for name in ["anna", "", &long, &split] {
+            let [_, kept] = tries("::1", name);
+            assert!(kept.len() <= 3 + LONGEST_NAME, "{} bytes", kept.len());
+            assert!(name.starts_with(&kept[3..]));
+        }
+        assert_eq!(tries("::1", "anna"), ["from ::1", "as anna"]);
     }
 
     #[test]

@@ -118,6 +118,46 @@ async fn no_route_that_changes_anything_goes_without_the_token_of_the_session() 
 }
 
 #[tokio::test]
+async fn no_route_answers_under_another_name_or_changes_anything_for_another_origin() {
+    let guarded = Guarded::start().await;
+    guarded.user("anna", Role::Admin).await;
+    let anna = guarded.sign_in("anna").await;
+    let (cookie, csrf) = (("Cookie", anna.cookie.as_str()), ("X-Vedetta-CSRF", anna.csrf.as_str()));
+    let document = guarded.server.send("GET /api/v1/openapi.json", &[cookie], "").await.json();
+    let reads = document["paths"].as_object().unwrap().iter();
+    let reads = reads.filter(|(_, methods)| methods.get("get").is_some());
+    let reads: Vec<_> = reads.map(|(path, _)| ("get", path.as_str())).collect();
+    // They are all that there are: other stories see to that.
+    let all = CHANGES.iter().chain(BESIDE).chain(PAGES).chain(SIGN_IN);
+    let all = all.map(|(method, path, _)| (*method, *path)).chain(reads);
+    let (mut named, mut changed) = (0, 0);
+    for (method, path) in all {
+        let request = format!("{} {}", method.to_uppercase(), target(path));
+        let (kind, body) = if path.starts_with("/api/") {
+            ("application/json", "{}")
+        } else {
+            ("application/x-www-form-urlencoded", "back=/")
+        };
+        let kind = ("Content-Type", kind);
+        let evil = [cookie, csrf, kind, ("Host", "evil.example")];
+        let answer = guarded.server.send(&request, &evil, body).await;
+        assert_eq!(answer.status, 421, "{request}: {answer:?}");
+        named += 1;
+        if method != "get" {
+            let evil = [cookie, csrf, kind, ("Origin", "http://evil.example")];
+            let answer = guarded.server.send(&request, &evil, body).await;
+            assert_eq!(answer.status, 403, "{request}: {answer:?}");
+            assert!(answer.body.contains("a page of another origin"), "{request}: {answer:?}");
+            changed += 1;
+        }
+    }
+    assert!(named > 80 && changed > 40, "{named}, {changed}");
+    let session = guarded.server.send("GET /api/v1/session", &[cookie], "").await;
+    assert_eq!(session.status, 200, "it was not ended: {session:?}");
+    guarded.end().await;
+}
+
+#[tokio::test]
 async fn pages_of_others_are_refused_whatever_cookie_the_browser_adds() {
     let guarded = Guarded::start().await;
     guarded.user("anna", Role::Admin).await;

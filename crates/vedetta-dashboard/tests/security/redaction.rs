@@ -2,6 +2,7 @@
 
 use serde_json::{Value, json};
 use vedetta_access::Role;
+use vedetta_jobs::{Jobs as _, NewJob};
 
 use crate::Guarded;
 use crate::support::PATIENCE;
@@ -183,6 +184,51 @@ async fn a_search_does_not_find_what_is_hidden() {
     assert_eq!(found("refused").await, 1);
     for part in [CANARY, &CANARY[..3]] {
         assert_eq!(found(part).await, 0, "{part}");
+    }
+    guarded.end().await;
+}
+
+#[tokio::test]
+async fn where_the_pages_of_a_search_end_tells_nothing_of_what_is_hidden() {
+    let guarded = Guarded::start().await;
+    let operator = guarded.token("worker", Role::Operator);
+    let add = async |payload: Value| {
+        let asked = json!({"kind": "pack", "payload": payload});
+        let added = guarded.tells("POST /api/v1/jobs", &operator, asked).await;
+        assert_eq!(added.status, 201, "{added:?}");
+    };
+    let secret = || json!({"token": CANARY, "rest": "x".repeat(600 << 10)});
+    add(json!("anna")).await;
+    // More than a page has, and so far from each other that a search is cut between them.
+    for _ in 0..3 {
+        add(secret()).await;
+    }
+    let many: Vec<NewJob> = (0..1000).map(|_| NewJob::new("other")).collect();
+    for _ in 0..30 {
+        guarded.server.jobs.enqueue(&many).await.unwrap();
+    }
+    add(secret()).await;
+    for _ in 0..30 {
+        guarded.server.jobs.enqueue(&many).await.unwrap();
+    }
+    add(json!({"secret": CANARY})).await;
+    let walk = async |text: &str, limit: u32| {
+        let (mut cursors, mut found) = (Vec::new(), 0);
+        loop {
+            let cursor = cursors.last().map(|it| format!("&cursor={it}")).unwrap_or_default();
+            let request = format!("GET /api/v1/jobs?q={text}&limit={limit}{cursor}");
+            let page = guarded.asks(&request, &operator).await.json();
+            found += page["jobs"].as_array().unwrap().len();
+            let Some(next) = page["cursor"].as_str() else { return (cursors, found) };
+            cursors.push(next.to_owned());
+        }
+    };
+    for limit in [1, 2, 100] {
+        let (nothing, found) = walk("nowhere", limit).await;
+        assert!(found == 0 && !nothing.is_empty(), "it is cut: {nothing:?}");
+        assert_eq!(walk(&CANARY[..3], limit).await, (nothing, 0), "{limit}");
+        assert_eq!(walk("anna", limit).await.1, 1, "{limit}");
+        assert_eq!(walk("pack", limit).await.1, 6, "{limit}");
     }
     guarded.end().await;
 }

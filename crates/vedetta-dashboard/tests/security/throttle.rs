@@ -41,6 +41,27 @@ async fn who_signs_in_rightly_is_not_counted() {
 }
 
 #[tokio::test]
+async fn a_form_is_short_however_its_token_comes() {
+    let guarded = Guarded::start().await;
+    // No byte of it is at the end of a name that may be.
+    let name = format!("{}{}", "x".repeat(63), "%C3%A4".repeat(20_000));
+    let form = guarded.form().await;
+    let headers = [
+        ("Cookie", form.cookie.as_str()),
+        ("Content-Type", "application/x-www-form-urlencoded"),
+        ("X-Vedetta-CSRF", form.csrf.as_str()),
+    ];
+    for (size, status) in [(1 << 10, 401), (100 << 10, 413)] {
+        let body = format!("password=x&name={}", &name[..size]);
+        let in_head = guarded.server.send("POST /login", &headers, &body).await;
+        assert_eq!(in_head.status, status, "{size}: {in_head:?}");
+        let in_body = guarded.post(&form, "/login", &body).await;
+        assert_eq!(in_body.status, status, "{size}: {in_body:?}");
+    }
+    guarded.end().await;
+}
+
+#[tokio::test]
 async fn many_who_sign_in_at_once_do_not_keep_others_from_being_served() {
     let guarded = Guarded::start().await;
     guarded.user("anna", Role::Viewer).await;
