@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use clap::{Args, ValueEnum};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::task::JoinSet;
@@ -57,6 +58,10 @@ const LAST_MOMENT: Duration = Duration::from_millis(500);
 /// A signal so soon after the first is the same one, sent twice.
 const ECHO: Duration = Duration::from_millis(500);
 
+/// More files than all connections need that may be there by default. What is started here inherits the limit, and some
+/// programs close every number below it first: a limit that is as high as it may be would hold them up for minutes.
+const OPEN_FILES: u64 = 1 << 16;
+
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub(crate) enum LogFormat {
     Human,
@@ -66,6 +71,7 @@ pub(crate) enum LogFormat {
 impl Up {
     pub(crate) fn run(self) -> anyhow::Result<()> {
         start_logs(self.log_format);
+        raise_open_files();
         let config = Config::load(self.place.config.as_deref())?;
         let addresses = self.place.addresses(&config)?;
         if self.place.data.exists() && !self.place.data.is_dir() {
@@ -79,6 +85,18 @@ impl Up {
         // What still runs is dropped, which ends commands and all that they started.
         runtime.shutdown_timeout(LAST_MOMENT);
         done
+    }
+}
+
+/// A shell's limit of 1,024 open files is less than the connections that are taken.
+fn raise_open_files() {
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    let wanted = maximum.map_or(OPEN_FILES, |most| most.min(OPEN_FILES));
+    if current.is_none_or(|current| current >= wanted) {
+        return;
+    }
+    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: Some(wanted), maximum }) {
+        tracing::debug!(%error, ?current, "the limit of open files stays");
     }
 }
 

@@ -4,6 +4,7 @@ use std::fs;
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
+use std::process::Command;
 
 use crate::support::{Ran, Running, Server, run, temp, vedetta};
 
@@ -24,6 +25,29 @@ fn it_starts_on_an_empty_folder_and_keeps_its_files_private() {
         files += 1;
     }
     assert!(files >= 4, "the database with its log, the lock, the ballast");
+    server.stop();
+}
+
+#[test]
+fn it_may_open_more_files_than_a_shell_lets_it() {
+    let folder = temp();
+    let program = vedetta(folder.path());
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -Sn 256 && exec \"$0\" up --http 127.0.0.1:0"]);
+    command.arg(program.get_program()).current_dir(folder.path());
+    for (name, value) in program.get_envs() {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
+    }
+    let server = Server::with(&mut command, folder.path());
+    let limits = fs::read_to_string(format!("/proc/{}/limits", server.running.child.id()));
+    let limits = limits.unwrap();
+    let files = limits.lines().find_map(|line| line.strip_prefix("Max open files")).unwrap();
+    let [soft, hard] = [0, 1].map(|at| files.split_whitespace().nth(at).unwrap());
+    let hard: u64 = hard.parse().unwrap();
+    assert_eq!(soft.parse(), Ok(hard.min(65_536)), "{files}");
     server.stop();
 }
 
