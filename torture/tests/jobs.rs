@@ -77,12 +77,14 @@ async fn a_job_that_is_done_twice_is_noticed() {
 #[tokio::test]
 async fn a_job_that_was_taken_on_and_dropped_is_noticed() {
     caught(Backend::Sqlite, Lie::Lose, "is lost").await;
+    caught(Backend::Postgres, Lie::Lose, "is lost").await;
     caught(Backend::Nats, Lie::Lose, "is lost").await;
 }
 
 #[tokio::test]
 async fn an_end_that_was_acknowledged_and_not_stored_is_noticed() {
     caught(Backend::Sqlite, Lie::Forget, "after its end was acknowledged").await;
+    caught(Backend::Postgres, Lie::Forget, "after its end was acknowledged").await;
     caught(Backend::Nats, Lie::Forget, "after its end was acknowledged").await;
 }
 
