@@ -2,7 +2,9 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::{Value, json};
 use testing::collector::{Collector, Data, Metric, SpanKind, Told, find, number_data_point};
@@ -119,12 +121,25 @@ fn a_job_is_one_trace_from_enqueue_to_settle_over_two_processes_and_numbers_are_
     assert!(shown_there.contains("vedetta_telemetry_dropped_spans_total"));
 }
 
+/// Hangs up on whoever calls, and counts them.
+fn hang_up() -> (SocketAddr, Arc<AtomicUsize>) {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let (address, calls) = (listener.local_addr().unwrap(), Arc::<AtomicUsize>::default());
+    let count = Arc::clone(&calls);
+    std::thread::spawn(move || {
+        for line in listener.incoming() {
+            drop(line);
+            count.fetch_add(1, Ordering::Relaxed);
+        }
+    });
+    (address, calls)
+}
+
 #[test]
 fn with_nobody_to_send_to_work_goes_on_and_that_is_said_once() {
     let folder = temp();
-    let held = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-    let away = format!("http://user:secret@{}", held.local_addr().unwrap());
-    drop(held);
+    let (address, tries) = hang_up();
+    let away = format!("http://user:secret@{address}");
     let handler = FLAKY.replace("test $VEDETTA_ATTEMPT = 2", "true");
     fs::write(folder.path().join("vedetta.toml"), handler).unwrap();
     let mut command = vedetta(folder.path());
@@ -139,8 +154,9 @@ fn with_nobody_to_send_to_work_goes_on_and_that_is_said_once() {
     assert!(
         traces.lines().count() == 3 && traces.lines().all(|line| line.starts_with(&CALLER[..35]))
     );
-    // Several tries later.
-    until("some tries", || metrics_of(&server).contains("vedetta_telemetry_dropped_spans_total 0"));
+    let before = tries.load(Ordering::Relaxed);
+    until("some tries", || tries.load(Ordering::Relaxed) >= before + 3);
+    assert!(metrics_of(&server).contains("vedetta_telemetry_dropped_spans_total 0"));
     let doctor =
         vedetta(folder.path()).env("OTEL_EXPORTER_OTLP_ENDPOINT", &away).arg("doctor").output();
     let doctor = String::from_utf8(doctor.unwrap().stdout).unwrap();
