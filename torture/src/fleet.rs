@@ -383,7 +383,7 @@ impl World {
                 self.report.violations.push(format!("the command {id} was handed out again"));
             }
             // What the server counts from is a moment after we asked, and has a grain.
-            if asked + left > *put + TTL + Duration::from_millis(500) {
+            if asked + left > *put + TTL + Duration::from_millis(100) {
                 self.report.violations.push(format!("the command {id} lives for too long"));
             }
             if asked.elapsed() < left {
