@@ -222,9 +222,7 @@ pub async fn an_end_that_is_told_twice_counts_once<W: LedgerWorld>() {
     assert_eq!(world.job(id).await.status, Dead);
 }
 
-pub async fn what_somebody_changed_by_hand_is_not_answered_as_the_worker_told_it<
-    W: LedgerWorld,
->() {
+pub async fn what_somebody_changed_by_hand_is_not_answered_as_the_worker_told_it<W: LedgerWorld>() {
     let world = W::new().await;
     let jobs = world.jobs();
     for (fate, cancels, retries) in
