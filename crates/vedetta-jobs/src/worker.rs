@@ -42,6 +42,12 @@ pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 pub const BACKOFF: Backoff =
     Backoff { first: Duration::from_secs(1), most: Duration::from_secs(600), jitter: 0.2 };
 
+/// A job that nobody here can do waits so many times as long as one that failed: there may soon be somebody who can.
+const UNKNOWN: u32 = 60;
+
+/// And at most so long.
+const UNKNOWN_MOST: Duration = Duration::from_secs(3600);
+
 /// How long a job is a worker's without a sign of life of it.
 pub const LEASE: Duration = Duration::from_secs(30);
 
@@ -595,6 +601,24 @@ impl Line {
         self.worker.doing.get(kind)
     }
 
+    /// Says of a job that it failed, without the reason: there may be a secret in that.
+    fn log(&self, given: &Given, fate: Option<&Fate>, answer: Settled) {
+        let Given { claim: Claim { id, .. }, kind, attempt, .. } = given;
+        let (queue, is_unknown) = (&self.worker.queue, self.doing(kind).is_none());
+        match (fate, answer) {
+            (Some(Fate::Dead { .. }), Settled::Parked) => {
+                tracing::warn!(%id, kind, queue, attempt, is_unknown, "a job is dead");
+            }
+            (Some(Fate::Again { .. }), Settled::Again(after)) if is_unknown => {
+                tracing::warn!(%id, kind, queue, attempt, ?after, "nobody here has a handler for the kind of a job");
+            }
+            (Some(Fate::Again { .. }), Settled::Again(after)) => {
+                tracing::info!(%id, kind, queue, attempt, ?after, "a job failed, and is tried again");
+            }
+            _ => {}
+        }
+    }
+
     fn fate(&self, held: &Holding, end: &End<Outcome>) -> Option<Fate> {
         let failed = |error: String| {
             let (attempt, most) =
@@ -603,6 +627,10 @@ impl Line {
                 return Fate::Dead { error };
             }
             let after = self.worker.backoff.delay(attempt.saturating_sub(1), fastrand::f64());
+            let after = match self.doing(&held.given.kind) {
+                Some(_) => after,
+                None => after.saturating_mul(UNKNOWN).min(UNKNOWN_MOST).max(after),
+            };
             Fate::Again { after, error }
         };
         Some(match end {
@@ -728,6 +756,7 @@ impl Queue for Feed {
             if let Some(attempt) = &held.attempt {
                 attempt.settled(fate.as_ref(), answer);
             }
+            self.0.log(&held.given, fate.as_ref(), answer);
             answer
         });
         Ok(answers.collect())

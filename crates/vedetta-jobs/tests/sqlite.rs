@@ -337,3 +337,21 @@ async fn what_a_job_said_last_is_told_again_if_the_line_drops_at_its_end() {
 async fn what_was_being_told_when_nobody_waited_for_it_any_more_is_told_again() {
     assert_eq!(heard(0, true).await, "a word\n");
 }
+
+#[tokio::test]
+async fn what_nobody_can_do_waits_longer_than_what_failed() {
+    let world = Sqlite::new().await;
+    let handler = async |_: Work, (): ()| Err::<(), _>("no");
+    let worker = Worker::new(DEFAULT_QUEUE).handler("fail", handler);
+    let (failing, unknown) =
+        (world.add(NewJob::new("fail")).await, world.add(NewJob::new("unknown")).await);
+    let working = worker.start(Arc::clone(&world.jobs) as Arc<dyn Jobs>).unwrap();
+    let wait = async |id| {
+        eventually("it failed", async || world.job(id).await.error.is_some()).await;
+        let job = world.job(id).await;
+        job.run_at.duration_since(job.updated_at).unwrap()
+    };
+    let (failing, unknown) = (wait(failing).await, wait(unknown).await);
+    assert!(unknown > failing * 30, "{failing:?} and {unknown:?}");
+    working.stop(Duration::ZERO).await;
+}
