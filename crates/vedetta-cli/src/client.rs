@@ -1,5 +1,6 @@
 //! Talking to a running server.
 
+use std::io::ErrorKind;
 use std::net::IpAddr;
 use std::time::Duration;
 
@@ -48,6 +49,11 @@ impl Remote {
 pub(crate) enum ClientError {
     #[error("cannot reach {server}: {why}; is `vedetta up` running there?")]
     Unreachable { server: String, why: String },
+    #[error(
+        "cannot trust {server}: {why}; its certificate has to be for this address, of no authority, and signed by one \
+         that is known or in {CA}"
+    )]
+    Untrusted { server: String, why: String },
     #[error("{server:?} is not an address such as http://127.0.0.1:7070")]
     BadServer { server: String },
     #[error("{CA} cannot be used: {why}")]
@@ -259,7 +265,17 @@ impl Client {
     }
 
     fn unreachable(&self, error: &ureq::Error) -> ClientError {
-        ClientError::Unreachable { server: self.server.clone(), why: error.to_string() }
+        let (server, why) = (self.server.clone(), error.to_string());
+        let is_tls = match error {
+            ureq::Error::Rustls(_) => true,
+            // What the other side sent is no answer, before there was a request.
+            ureq::Error::Io(error) => error.kind() == ErrorKind::InvalidData,
+            _ => false,
+        };
+        if is_tls && server.starts_with("https:") {
+            return ClientError::Untrusted { server, why };
+        }
+        ClientError::Unreachable { server, why }
     }
 }
 

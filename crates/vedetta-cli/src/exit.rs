@@ -60,7 +60,9 @@ fn code(error: &anyhow::Error) -> u8 {
             _ => {}
         }
         match cause.downcast_ref() {
-            Some(ClientError::Unreachable { .. }) => return UNREACHABLE,
+            Some(ClientError::Unreachable { .. } | ClientError::Untrusted { .. }) => {
+                return UNREACHABLE;
+            }
             Some(ClientError::BadServer { .. } | ClientError::BadAuthority { .. }) => {
                 return WRONG_USE;
             }

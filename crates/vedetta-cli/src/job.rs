@@ -187,7 +187,7 @@ fn retry_all(client: &Client, mut which: Which) -> Result<Retried, ClientError> 
     }
 }
 
-/// One after the other, until one of them cannot be.
+/// One after the other; those that cannot be hold up no other.
 fn change(
     client: &Client,
     format: Format,
@@ -195,19 +195,30 @@ fn change(
     what: &str,
     out: &mut impl Write,
 ) -> anyhow::Result<()> {
-    let mut jobs = Vec::new();
+    let (mut jobs, mut refused) = (Vec::new(), None);
     for id in ids {
-        let done: Changed = client.ask(Method::POST, &format!("{}/{what}", path(*id)), None)?;
-        if format == Format::Table {
-            writeln!(out, "job {id} is {}", status::word(done.status))?;
+        match client.ask(Method::POST, &format!("{}/{what}", path(*id)), None) {
+            Ok(done) => {
+                let done: Changed = done;
+                if format == Format::Table {
+                    writeln!(out, "job {id} is {}", status::word(done.status))?;
+                }
+                jobs.push(done);
+            }
+            Err(error @ ClientError::Refused { .. }) => {
+                if refused.is_some() {
+                    eprintln!("vedetta: {}", output::one_line(&error.to_string()));
+                }
+                refused.get_or_insert(error);
+            }
+            Err(error) => return Err(error.into()),
         }
-        jobs.push(done);
     }
     match format {
         Format::Json => output::json(out, &AllChanged { jobs })?,
         Format::Table => {}
     }
-    Ok(())
+    refused.map_or(Ok(()), |error| Err(error.into()))
 }
 
 fn show_all(out: &mut impl Write, format: Format, list: &Listed) -> std::io::Result<()> {

@@ -449,6 +449,8 @@ fn say(text: &str) {
 pub(crate) struct Signals {
     interrupt: Signal,
     terminate: Signal,
+    /// Of a terminal that is gone; nothing if whoever started this wants it to go on, as nohup(1) does.
+    hang_up: Option<Signal>,
     first: Option<Instant>,
 }
 
@@ -457,6 +459,7 @@ impl Signals {
         Ok(Self {
             interrupt: signal(SignalKind::interrupt())?,
             terminate: signal(SignalKind::terminate())?,
+            hang_up: if hears_hang_up() { Some(signal(SignalKind::hangup())?) } else { None },
             first: None,
         })
     }
@@ -468,6 +471,7 @@ impl Signals {
             tokio::select! {
                 _ = self.interrupt.recv() => {}
                 _ = self.terminate.recv() => {}
+                Some(()) = async { self.hang_up.as_mut()?.recv().await } => {}
             }
             if self.first.is_none_or(|first| first.elapsed() >= ECHO) {
                 self.first.get_or_insert_with(Instant::now);
@@ -475,6 +479,14 @@ impl Signals {
             }
         }
     }
+}
+
+/// Whether this was not told from outside to ignore SIGHUP: who listens for it ignores it no more.
+fn hears_hang_up() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    ignored.is_some_and(|mask| mask & 1 == 0)
 }
 
 /// Stderr, whether anybody reads it or not: a worker outlives the supervisor that does.

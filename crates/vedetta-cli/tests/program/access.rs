@@ -285,6 +285,7 @@ fn beyond_loopback_it_starts_only_when_people_sign_in_over_tls() {
             stranger.env("VEDETTA_SERVER", &url).args(["queue", "list"]);
             let refused = Ran::from(stranger.output().unwrap());
             assert_eq!(refused.code, 5, "a certificate that nobody vouches for: {refused:?}");
+            assert!(refused.err.contains("cannot trust"), "{refused:?}");
         }
         server.stop();
     }

@@ -28,20 +28,25 @@ fn it_starts_on_an_empty_folder_and_keeps_its_files_private() {
     server.stop();
 }
 
-#[test]
-fn it_may_open_more_files_than_a_shell_lets_it() {
-    let folder = temp();
-    let program = vedetta(folder.path());
+/// The server, started by a shell after something else.
+fn after(folder: &Path, line: &str) -> Server {
+    let program = vedetta(folder);
     let mut command = Command::new("sh");
-    command.args(["-c", "ulimit -Sn 256 && exec \"$0\" up --http 127.0.0.1:0"]);
-    command.arg(program.get_program()).current_dir(folder.path());
+    command.args(["-c", &format!("{line} && exec \"$0\" up --http 127.0.0.1:0")]);
+    command.arg(program.get_program()).current_dir(folder);
     for (name, value) in program.get_envs() {
         match value {
             Some(value) => command.env(name, value),
             None => command.env_remove(name),
         };
     }
-    let server = Server::with(&mut command, folder.path());
+    Server::with(&mut command, folder)
+}
+
+#[test]
+fn it_may_open_more_files_than_a_shell_lets_it() {
+    let folder = temp();
+    let server = after(folder.path(), "ulimit -Sn 256");
     let limits = fs::read_to_string(format!("/proc/{}/limits", server.running.child.id()));
     let limits = limits.unwrap();
     let files = limits.lines().find_map(|line| line.strip_prefix("Max open files")).unwrap();
@@ -66,6 +71,19 @@ fn after_sigterm_it_exits_0_and_everything_is_there_after_a_restart() {
     let mut running = server.running;
     running.signal("INT");
     assert_eq!(running.wait().code(), Some(0), "Ctrl-C does the same");
+}
+
+#[test]
+fn a_terminal_that_is_gone_stops_it_unless_it_is_to_go_on() {
+    let folder = temp();
+    let mut server = after(folder.path(), "true");
+    server.running.signal("HUP");
+    assert_eq!(server.running.wait().code(), Some(0), "in good order");
+    // As nohup(1) does.
+    let server = after(folder.path(), "trap '' HUP");
+    server.running.signal("HUP");
+    server.done(&["put", "k", "it goes on"]);
+    server.stop();
 }
 
 #[test]
