@@ -251,9 +251,18 @@ async fn a_command_is_over_in_time_although_the_clock_of_its_bus_was_set_back() 
     assert!(fleet.heard("anna", beat(), false).await.unwrap().commands.is_empty());
     // In time, for no longer than is left.
     fleet.tell("anna", &Order::Stop, TTL).await.unwrap();
-    soon("a wake-up", wakes.next()).await.unwrap();
-    let heard = fleet.heard("anna", beat(), false).await.unwrap();
-    assert!(Duration::from_millis(heard.commands[0].expires_ms) <= TTL, "{heard:?}");
+    // A wake-up may be one that a look gave for the first.
+    let handed = soon("it is handed out", async {
+        loop {
+            wakes.next().await.unwrap();
+            let heard = fleet.heard("anna", beat(), false).await.unwrap();
+            if let Some(handed) = heard.commands.into_iter().next() {
+                return handed;
+            }
+        }
+    })
+    .await;
+    assert!(Duration::from_millis(handed.expires_ms) <= TTL, "{handed:?}");
 }
 
 #[tokio::test]

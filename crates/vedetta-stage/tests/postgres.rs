@@ -232,7 +232,8 @@ async fn a_save_waits_for_who_has_the_order_and_is_a_conflict_if_they_changed_it
             theirs.commit().await.unwrap();
             let run = runs.next().await;
             assert_eq!((run.order.version, run.order.marks.len()), (Version(2), 1));
-            assert_eq!(status(&processing, "packing").conflicts, 1);
+            // The next run may begin before the answer to the save is here.
+            eventually("a conflict", async || status(&processing, "packing").conflicts == 1).await;
             run.makes("packed");
         } else {
             theirs.rollback().await.unwrap();
