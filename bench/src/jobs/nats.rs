@@ -21,16 +21,15 @@ pub(super) async fn bare(url: &str, jobs: u64, is_confirmed: bool) -> anyhow::Re
     let mut consumer: PullConsumer =
         stream.get_consumer(DURABLE).await.map_err(anyhow::Error::from_boxed)?;
 
-    let pulled = PULLED.get() as usize;
     let began = Instant::now();
-    let messages = consumer.stream().max_messages_per_batch(pulled).messages().await?;
+    let messages = consumer.stream().max_messages_per_batch(PULLED).messages().await?;
     let mut messages = messages.take(usize::try_from(jobs)?);
     if is_confirmed {
         let confirm = |message: async_nats::jetstream::Message| async move {
             message.double_ack().await.map_err(anyhow::Error::from_boxed)
         };
         let confirmed = messages.map_err(anyhow::Error::from).map_ok(confirm);
-        confirmed.try_buffer_unordered(pulled).try_for_each(|()| async { Ok(()) }).await?;
+        confirmed.try_buffer_unordered(PULLED).try_for_each(|()| async { Ok(()) }).await?;
     } else {
         while let Some(message) = messages.next().await {
             message?.ack().await.map_err(anyhow::Error::from_boxed)?;

@@ -29,10 +29,11 @@ const PARALLEL: NonZeroU32 = NonZeroU32::new(24).expect("more than none");
 
 pub(super) const STREAM: &str = "NOTHING";
 pub(super) const DURABLE: &str = "workers";
-/// Messages pulled at once, by ours and by the bare client, and so how many of ours run at once there.
-pub(super) const PULLED: NonZeroU32 = NonZeroU32::new(1_000).expect("more than none");
-/// Messages that may be delivered and not acknowledged: what a worker holds ahead and settles meanwhile.
-const PENDING: NonZeroU32 = NonZeroU32::new(4_096).expect("more than none");
+/// Messages pulled at once, by ours and by the bare client.
+pub(super) const PULLED: usize = 1_000;
+/// Messages that may be delivered and not acknowledged: more than a worker holds ahead and settles meanwhile, so that the
+/// server does not wait for it.
+const PENDING: NonZeroU32 = NonZeroU32::new(16_384).expect("more than none");
 
 #[derive(clap::Args)]
 pub(crate) struct Args {
@@ -74,7 +75,6 @@ pub(super) struct Ours {
     /// Through which jobs are added.
     adder: Arc<dyn Jobs>,
     postgres: Option<Postgres>,
-    parallel: NonZeroU32,
 }
 
 impl Ours {
@@ -91,7 +91,7 @@ impl Ours {
 
     fn of(jobs: impl Jobs, postgres: Option<Postgres>) -> Self {
         let jobs: Arc<dyn Jobs> = Arc::new(jobs);
-        Self { adder: Arc::clone(&jobs), jobs, postgres, parallel: PARALLEL }
+        Self { adder: Arc::clone(&jobs), jobs, postgres }
     }
 
     async fn on_sqlite(folder: &Path) -> anyhow::Result<Self> {
@@ -103,9 +103,8 @@ impl Ours {
 
     pub(super) async fn on_jetstream(url: &str) -> anyhow::Result<Self> {
         let mut options = Options::new(STREAM, "nothing", DURABLE, PENDING);
-        options.fetch_batch = PULLED;
-        let ours = Self::of(JetStream::open(url, options, None).await?, None);
-        Ok(Self { parallel: PULLED, ..ours })
+        options.fetch_batch = u32::try_from(PULLED)?.try_into()?;
+        Ok(Self::of(JetStream::open(url, options, None).await?, None))
     }
 }
 
@@ -130,7 +129,7 @@ impl Measured for Ours {
     }
 
     async fn start(&self, begun: Arc<Begun>) -> anyhow::Result<Working> {
-        let worker = Worker::new(DEFAULT_QUEUE).capacity(self.parallel);
+        let worker = Worker::new(DEFAULT_QUEUE).capacity(PARALLEL);
         let worker = worker.handler(KIND, move |_, nothing: Nothing| {
             begun.job(nothing.id);
             async { Ok::<_, Infallible>(()) }
