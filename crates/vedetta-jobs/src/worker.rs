@@ -603,19 +603,21 @@ impl Line {
 
     /// Says of a job that it failed, without the reason: there may be a secret in that.
     fn log(&self, given: &Given, fate: Option<&Fate>, answer: Settled) {
+        let (Some(Fate::Dead { .. } | Fate::Again { .. }), Settled::Parked | Settled::Again(_)) =
+            (fate, answer)
+        else {
+            return;
+        };
         let Given { claim: Claim { id, .. }, kind, attempt, .. } = given;
         let (queue, is_unknown) = (&self.worker.queue, self.doing(kind).is_none());
-        match (fate, answer) {
-            (Some(Fate::Dead { .. }), Settled::Parked) => {
-                tracing::warn!(%id, kind, queue, attempt, is_unknown, "a job is dead");
-            }
-            (Some(Fate::Again { .. }), Settled::Again(after)) if is_unknown => {
+        match answer {
+            Settled::Again(after) if is_unknown => {
                 tracing::warn!(%id, kind, queue, attempt, ?after, "nobody here has a handler for the kind of a job");
             }
-            (Some(Fate::Again { .. }), Settled::Again(after)) => {
+            Settled::Again(after) => {
                 tracing::info!(%id, kind, queue, attempt, ?after, "a job failed, and is tried again");
             }
-            _ => {}
+            _ => tracing::warn!(%id, kind, queue, attempt, is_unknown, "a job is dead"),
         }
     }
 

@@ -19,6 +19,7 @@ use std::time::{Duration, SystemTime};
 use async_nats::jetstream::AckKind;
 use async_nats::{Message, StatusCode, Subject, Subscriber};
 use futures_util::{FutureExt as _, StreamExt as _};
+use hashbrown::hash_map::Entry;
 use hashbrown::{HashMap, HashSet};
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout, timeout_at};
@@ -33,7 +34,7 @@ use crate::job::{Claim, JobId};
 /// Of so many jobs at most it is known which deliveries were no attempts.
 const FORGIVEN: usize = 1 << 16;
 
-/// So many at most of those that have ended are remembered.
+/// So many at most of those that have ended are remembered, each at the place of its sequence.
 const OVER: usize = 1 << 16;
 
 /// Messages taken in before anything else gets its turn.
@@ -61,10 +62,8 @@ pub(super) struct State {
     settled: HashMap<Claim, (Settled, Instant)>,
     /// By sequence, the deliveries that were no attempts: this process gave them back.
     forgiven: BTreeMap<u64, u32>,
-    /// By sequence, when those were asked for that have ended here, if that is recorded nowhere.
-    over: HashMap<u64, SystemTime>,
-    /// Their sequences, as they ended.
-    over_in_turn: VecDeque<u64>,
+    /// The sequences of those that have ended here, if that is recorded nowhere, and when they were asked for.
+    over: Vec<Option<(u64, SystemTime)>>,
     /// What the last few messages cost, or rather more; unknown before the first.
     cost: Option<f64>,
     /// What comes may have ended before, as far as is recorded, and is to be looked up.
@@ -127,8 +126,7 @@ impl State {
             held: HashMap::new(),
             settled: HashMap::new(),
             forgiven: BTreeMap::new(),
-            over: HashMap::new(),
-            over_in_turn: VecDeque::new(),
+            over: Vec::new(),
             cost: None,
             is_recorded,
             unanswered: None,
@@ -153,19 +151,16 @@ impl State {
     /// There will be no more deliveries of it.
     pub(super) fn is_over(&mut self, letter: &Letter) {
         self.forgiven.remove(&letter.sequence);
-        if !self.is_recorded && self.over.insert(letter.sequence, letter.published).is_none() {
-            self.over_in_turn.push_back(letter.sequence);
-            if self.over_in_turn.len() > OVER
-                && let Some(oldest) = self.over_in_turn.pop_front()
-            {
-                self.over.remove(&oldest);
-            }
+        if !self.is_recorded {
+            self.over.resize(OVER, None);
+            self.over[place(letter.sequence)] = Some((letter.sequence, letter.published));
         }
     }
 
     /// Whether it has ended here, as far as is remembered.
     pub(super) fn was_over(&self, letter: &Letter) -> bool {
-        self.over.get(&letter.sequence) == Some(&letter.published)
+        let found = self.over.get(place(letter.sequence)).copied().flatten();
+        found == Some((letter.sequence, letter.published))
     }
 
     /// Opens a pull for as much as there is room for; for one, before anything is known of what they cost. Whatever
@@ -260,7 +255,7 @@ impl State {
         let (sequence, attempt) = (letter.sequence, self.attempt(&letter));
         // A server that was killed counts deliveries from an earlier one on: this is another one.
         let claim = letter.claim();
-        self.settled.remove(&claim);
+        self.forget_settled(claim);
         let held = Held { letter, token: claim.token, attempt, until, story };
         self.held.entry(sequence).insert(held).into_mut()
     }
@@ -284,9 +279,18 @@ impl State {
 
     /// It is held no longer, and whoever did knows.
     pub(super) fn let_go(&mut self, claim: Claim) {
-        self.settled.remove(&claim);
-        if self.held.get(&claim.id.0).is_some_and(|held| held.token == claim.token) {
-            self.held.remove(&claim.id.0);
+        self.forget_settled(claim);
+        if let Entry::Occupied(held) = self.held.entry(claim.id.0)
+            && held.get().token == claim.token
+        {
+            held.remove();
+        }
+    }
+
+    fn forget_settled(&mut self, claim: Claim) {
+        // There are none as a rule.
+        if !self.settled.is_empty() {
+            self.settled.remove(&claim);
         }
     }
 
@@ -337,18 +341,22 @@ impl State {
         let sequence = letter.sequence;
         let may_be_here = sequence <= self.newest;
         self.newest = self.newest.max(sequence);
-        if let Some(held) = self.held.get_mut(&sequence).filter(|held| self.heard_at < held.until) {
-            held.letter = letter;
-            self.forgive(sequence);
-            return false;
-        }
-        if may_be_here {
-            self.ready.retain(|ready| ready.letter.sequence != sequence);
-        }
         let is_known = !self.is_recorded;
-        self.has_suspects |= letter.is_suspect();
-        self.ready.push_back(Ready { letter, at: self.heard_at, is_known });
-        self.held.remove(&sequence).is_some()
+        let is_suspect = letter.is_suspect();
+        let ready = Ready { letter, at: now, is_known };
+        let mut was_held = false;
+        if may_be_here {
+            if let Some(held) = self.held.get_mut(&sequence).filter(|held| now < held.until) {
+                held.letter = ready.letter;
+                self.forgive(sequence);
+                return false;
+            }
+            self.ready.retain(|ready| ready.letter.sequence != sequence);
+            was_held = self.held.remove(&sequence).is_some();
+        }
+        self.has_suspects |= is_suspect;
+        self.ready.push_back(ready);
+        was_held
     }
 
     /// What was ready for too long.
@@ -555,6 +563,11 @@ impl Shared {
             }
         }
     }
+}
+
+/// Where it is remembered that one has ended.
+fn place(sequence: u64) -> usize {
+    usize::try_from(sequence % OVER as u64).expect("less than a number of places")
 }
 
 /// How much of a pull that has ended was not delivered, if the message says so.
