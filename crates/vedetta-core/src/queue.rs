@@ -93,8 +93,10 @@ pub enum End<T> {
 /// What became of a lease that was to be prolonged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kept {
-    /// Still ours.
+    /// Still ours, and prolonged.
     Ours,
+    /// It is not known, and not prolonged: ask again before it may have lapsed.
+    Unknown,
     /// It has lapsed: what is done for it no longer counts, and others may do it by now.
     Lost,
 }

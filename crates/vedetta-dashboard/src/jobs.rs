@@ -371,7 +371,9 @@ async fn keep_each(
     let mut answers = Vec::with_capacity(kept.len());
     for (((claim, _), lease_ms), kept) in held.iter().zip(leases).zip(kept) {
         answers.push(match kept {
-            queue::Kept::Ours => Kept { cancel: false, stale: false, lease_ms },
+            queue::Kept::Ours | queue::Kept::Unknown => {
+                Kept { cancel: false, stale: false, lease_ms }
+            }
             queue::Kept::Lost => {
                 let job = ledger.job(claim.id).await?;
                 let cancel = job.is_some_and(|job| job.status == JobState::Cancelled);

@@ -111,7 +111,11 @@ fn make(path: &Path, mut sync: impl FnMut(&Path) -> io::Result<()>) -> io::Resul
     let is_missing = |folder: &&Path| !folder.as_os_str().is_empty() && !folder.exists();
     let missing: Vec<&Path> = path.ancestors().take_while(is_missing).collect();
     DirBuilder::new().recursive(true).mode(0o700).create(path)?;
-    missing.into_iter().rev().try_for_each(|made| sync(parent(made)))
+    missing.into_iter().rev().try_for_each(|made| match sync(parent(made)) {
+        // One that may be written to and not read: then it is as durable as the system makes it.
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
+        synced => synced,
+    })
 }
 
 /// Makes the entries of `folder` durable.

@@ -218,6 +218,11 @@ impl Kept {
         let ago = self.info.as_ref().map(|info| Duration::from_millis(info.seen_ms));
         ago.map_or(Duration::ZERO, |ago| self.since.elapsed().saturating_sub(ago))
     }
+
+    /// It said goodbye, and its process is there too long after that.
+    fn has_to_go(&self) -> bool {
+        self.left.is_some_and(|left| left.elapsed() > TO_END)
+    }
 }
 
 /// Whether a worker is about to end.
@@ -716,7 +721,7 @@ impl Staff {
         let stage = match &kept.info {
             Some(info) if info.status == Status::Silent => Stage::Silent,
             None if kept.since.elapsed() > TO_START => Stage::Silent,
-            _ if kept.left.is_some_and(|left| left.elapsed() > TO_END) => Stage::Silent,
+            _ if kept.has_to_go() => Stage::Silent,
             _ if kept.leaving != Leaving::No => Stage::Stopping,
             Some(_) => Stage::Ready,
             None => Stage::Starting,
@@ -897,8 +902,14 @@ impl Staff {
             if let Ok(Ok((told, _))) = timeout(patience(), self.report()).await {
                 self.observe(told.workers);
             }
-            let stay = self.hands.iter().filter(|(_, kept)| kept.leaving == Leaving::No);
+            // Who has said goodbye cannot be told anything any more.
+            let stay = |kept: &Kept| kept.leaving == Leaving::No && kept.left.is_none();
+            let stay = self.hands.iter().filter(|(_, kept)| stay(kept));
             let mut stay: Vec<String> = stay.map(|(id, _)| id.clone()).collect();
+            let stuck = self.hands.iter().filter(|(_, kept)| kept.has_to_go());
+            for id in stuck.map(|(id, _)| id.clone()).collect::<Vec<_>>() {
+                self.kill(&id, true);
+            }
             stay.extend(self.unanswered(Duration::ZERO));
             // Those that did not hear it are told again.
             let _ = timeout(patience(), self.dismiss(stay)).await;

@@ -12,7 +12,7 @@
 use std::future::Future;
 use std::num::NonZeroU32;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -56,6 +56,12 @@ const POLL: Duration = Duration::from_secs(1);
 
 /// Events a slow reader of [`Working::events`] may be behind before it misses some.
 const EVENTS_KEPT: usize = 1024;
+
+/// After so many tries to tell what jobs said last their ends are stored without it.
+const IN_VAIN: u32 = 5;
+
+/// The log is told of a job that failed this often at most.
+const COMPLAIN: Duration = Duration::from_secs(1);
 
 /// What is told of a job is stored this often at most.
 const TELL: Duration = Duration::from_millis(500);
@@ -311,6 +317,8 @@ impl Worker {
             told_at: Mutex::new(None),
             pace: Mutex::default(),
             running: Arc::clone(&running),
+            complaints: Mutex::default(),
+            in_vain: AtomicU32::new(0),
             telling: tokio::sync::Mutex::default(),
             events: events.clone(),
         });
@@ -568,9 +576,31 @@ struct Line {
     told_at: Mutex<Option<Instant>>,
     pace: Mutex<Pace>,
     running: Arc<Mutex<HashSet<JobId>>>,
+    complaints: Mutex<Complaints>,
+    /// How often in a row what jobs said last could not be told.
+    in_vain: AtomicU32,
     /// What is said of jobs is said in turn: a log that is written twice at once loses lines.
     telling: tokio::sync::Mutex<()>,
     events: broadcast::Sender<JobEvent>,
+}
+
+/// What the log is told of jobs that failed: of one a second, and how many more there were.
+#[derive(Default)]
+struct Complaints {
+    last: Option<Instant>,
+    untold: u64,
+}
+
+impl Complaints {
+    /// How many were not told before the next one, if that is to be.
+    fn next(&mut self) -> Option<u64> {
+        if self.last.is_some_and(|last| last.elapsed() < COMPLAIN) {
+            self.untold += 1;
+            return None;
+        }
+        self.last = Some(Instant::now());
+        Some(std::mem::take(&mut self.untold))
+    }
 }
 
 /// For those who rest between jobs.
@@ -601,23 +631,25 @@ impl Line {
         self.worker.doing.get(kind)
     }
 
-    /// Says of a job that it failed, without the reason: there may be a secret in that.
+    /// Tells the log that a job failed, without the reason: there may be a secret in that.
     fn log(&self, given: &Given, fate: Option<&Fate>, answer: Settled) {
         let (Some(Fate::Dead { .. } | Fate::Again { .. }), Settled::Parked | Settled::Again(_)) =
             (fate, answer)
         else {
             return;
         };
+        // Of many at once a few: whoever reads the log must not hold up the work.
+        let Some(untold) = self.complaints.lock().next() else { return };
         let Given { claim: Claim { id, .. }, kind, attempt, .. } = given;
         let (queue, is_unknown) = (&self.worker.queue, self.doing(kind).is_none());
         match answer {
             Settled::Again(after) if is_unknown => {
-                tracing::warn!(%id, kind, queue, attempt, ?after, "nobody here has a handler for the kind of a job");
+                tracing::warn!(%id, kind, queue, attempt, ?after, untold, "nobody here has a handler for the kind of a job");
             }
             Settled::Again(after) => {
-                tracing::info!(%id, kind, queue, attempt, ?after, "a job failed, and is tried again");
+                tracing::info!(%id, kind, queue, attempt, ?after, untold, "a job failed, and is tried again");
             }
-            _ => tracing::warn!(%id, kind, queue, attempt, is_unknown, "a job is dead"),
+            _ => tracing::warn!(%id, kind, queue, attempt, is_unknown, untold, "a job is dead"),
         }
     }
 
@@ -726,14 +758,20 @@ impl Queue for Feed {
             let _turn = self.0.telling.lock().await;
             let talkative = ended.iter().map(|(held, _)| held);
             let last_words = Untold::of(talkative.filter(|held| held.notes.is_any()));
-            if !last_words.told.is_empty()
-                && let Err(error) = last_words.tell(&*self.0.jobs).await
-            {
-                // Once its end is stored nothing more can be told of a job.
-                if error.is_transient() {
-                    return Err(failed("telling what jobs said last", error));
+            if !last_words.told.is_empty() {
+                match last_words.tell(&*self.0.jobs).await {
+                    Ok(_) => self.0.in_vain.store(0, Ordering::Relaxed),
+                    // Once its end is stored nothing more can be told of a job; but there may be room for ends only.
+                    Err(error)
+                        if error.is_transient()
+                            && self.0.in_vain.fetch_add(1, Ordering::Relaxed) < IN_VAIN =>
+                    {
+                        return Err(failed("telling what jobs said last", error));
+                    }
+                    Err(error) => {
+                        tracing::warn!(error = explain(&error), "what jobs said last is lost");
+                    }
                 }
-                tracing::warn!(error = explain(&error), "what jobs said last is lost");
             }
         }
         let fates: Vec<Option<Fate>> =

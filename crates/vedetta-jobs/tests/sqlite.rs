@@ -334,6 +334,11 @@ async fn what_a_job_said_last_is_told_again_if_the_line_drops_at_its_end() {
 }
 
 #[tokio::test]
+async fn a_job_ends_although_nothing_can_be_told_of_it() {
+    assert_eq!(heard(u32::MAX, false).await, "");
+}
+
+#[tokio::test]
 async fn what_was_being_told_when_nobody_waited_for_it_any_more_is_told_again() {
     assert_eq!(heard(0, true).await, "a word\n");
 }

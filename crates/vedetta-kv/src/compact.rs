@@ -300,23 +300,22 @@ impl Noted {
         then_ms: i64,
         current: Revision,
     ) -> rusqlite::Result<Self> {
-        let revision = |row: &rusqlite::Row<'_>, column: usize| -> rusqlite::Result<Revision> {
-            Ok(Revision(row.get::<_, i64>(column)?.cast_unsigned()))
-        };
+        let revision = |row: &rusqlite::Row<'_>| row.get(0).map(i64::cast_unsigned).map(Revision);
         let sql = "SELECT revision FROM mark WHERE at_ms <= ?1 ORDER BY at_ms DESC LIMIT 1";
-        let last = file.query_row(sql, [now_ms], |row| revision(row, 0)).optional()?;
+        let last = file.query_row(sql, [now_ms], revision).optional()?;
         // The store goes on: it was never beyond where it stood later, nor beyond where it stands.
-        let sql = "SELECT at_ms, revision FROM mark AS passed
-                   WHERE at_ms <= ?2 AND revision BETWEEN 0 AND ?3 AND NOT EXISTS (
-                       SELECT 1 FROM mark AS later
-                       WHERE later.at_ms > passed.at_ms AND later.at_ms <= ?1
-                         AND later.revision <= passed.revision)
-                   ORDER BY at_ms DESC LIMIT 1";
-        let passed = file
-            .query_row(sql, [now_ms, then_ms, current.0.cast_signed()], |row| {
-                Ok((row.get(0)?, revision(row, 1)?))
-            })
-            .optional()?;
+        let sql = "SELECT at_ms, revision FROM mark WHERE at_ms <= ?1 ORDER BY at_ms DESC";
+        let mut noted = file.prepare_cached(sql)?;
+        let mut noted = noted.query([now_ms])?;
+        let (mut passed, mut later) = (None, current.0.cast_signed().saturating_add(1));
+        while let Some(row) = noted.next()? {
+            let (at_ms, revision) = (row.get::<_, i64>(0)?, row.get::<_, i64>(1)?);
+            if at_ms <= then_ms && (0..later).contains(&revision) {
+                passed = Some((at_ms, Revision(revision.cast_unsigned())));
+                break;
+            }
+            later = later.min(revision);
+        }
         Ok(Self { last, passed })
     }
 }

@@ -669,6 +669,7 @@ where
                                 self.queue.told(&held.claim, RunEvent::Running);
                             }
                         }
+                        Kept::Unknown => {}
                         Kept::Lost => self.lost(slot),
                     }
                 }

@@ -20,6 +20,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use tokio::sync::Notify;
 use tokio::time::sleep;
 use tokio_util::task::AbortOnDropHandle;
 use vedetta_core::explain;
@@ -85,7 +86,7 @@ const LONG: Duration = Duration::from_millis(500);
 /// So often a transaction in the hands of a table is looked at.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// A record that is kept locked is looked at again after so long, if nothing is heard of it.
+/// Records that are kept locked are looked at this often.
 const LATER: Duration = Duration::from_secs(1);
 
 /// On it goes which lane has something new, and who said so.
@@ -199,11 +200,11 @@ const KEEP: &str = "
           AND held_until > now()
     RETURNING token";
 
-/// What is held for a while yet, kept or not.
-const IS_KEPT: &str = "
+/// What is held yet, kept or not.
+const IS_HELD: &str = "
     SELECT token FROM vedetta_stage_record
     WHERE lane = $1 AND id = ANY ($2) AND (token IN (SELECT unnest($3::bigint[]))) IS TRUE
-          AND held_until > now() + $4::bigint / 2 * interval '1 microsecond'";
+          AND held_until > now()";
 
 /// The ids of those records that somebody else keeps locked.
 const FIND_LOCKED: &str = "
@@ -284,12 +285,17 @@ pub struct Records {
     db: Postgres,
     bells: Arc<Bells>,
     put_off: Arc<PutOff>,
-    /// Rings them for what others do, as long as somebody is left to hear it.
-    _listener: Arc<AbortOnDropHandle<()>>,
+    /// Rings them for what others do, and settles what was put off, as long as somebody is left to hear of it.
+    _tasks: Arc<[AbortOnDropHandle<()>; 2]>,
 }
 
-/// What somebody kept locked, by lanes, and what is to become of it when they let go. Who claims settles it.
-type PutOff = Mutex<HashMap<Lane, Vec<(Claim, Fate)>>>;
+/// What somebody kept locked, by lanes, and what is to become of it when they let go. Nobody can claim it until then,
+/// so there is no more of it than they keep locked.
+#[derive(Default)]
+struct PutOff {
+    ends: Mutex<HashMap<Lane, Vec<(Claim, Fate)>>>,
+    is_any: Notify,
+}
 
 /// Wakes who works a lane.
 struct Bells {
@@ -386,8 +392,11 @@ impl Records {
                 rung.heard(&listener.next().await);
             }
         });
-        let listener = Arc::new(AbortOnDropHandle::new(listener));
-        Self { db, bells, put_off: Arc::default(), _listener: listener }
+        let put_off = Arc::<PutOff>::default();
+        let later =
+            tokio::spawn(settle_later(db.clone(), Arc::clone(&bells), Arc::clone(&put_off)));
+        let tasks = Arc::new([listener, later].map(AbortOnDropHandle::new));
+        Self { db, bells, put_off, _tasks: tasks }
     }
 
     /// The database.
@@ -536,8 +545,6 @@ impl crate::record::Records for Records {
             return Ok(Claimed { claims: Vec::new(), rest: Some(Duration::MAX) });
         }
         let client = self.db.client().await?;
-        // If this fails, they come back when their leases are over.
-        let _ = self.settle_put_off(&client, lane).await;
         let all: Vec<i32> = shards.iter().map(|shard| i32::from(*shard)).collect();
         // With fewer places than shards, chance decides which of those that have something due have a turn.
         let turns = i64::from(room).min(i64::try_from(all.len()).unwrap_or(i64::MAX));
@@ -578,25 +585,34 @@ impl crate::record::Records for Records {
         lease: Duration,
     ) -> Result<Vec<Kept>, StageError> {
         let client = self.db.client().await?;
+        let mut unknown = Vec::new();
         let kept = match keep(&client, lane, held, lease).await {
             // They must not cost the others their leases. They are asked for again before their own are over.
             Err(error) if is_locked(&error) => {
-                let locked = held.iter().map(|claim| (lane, &*claim.id));
-                let locked = find_locked(&client, locked).await?;
-                let (locked, free): (Vec<&Claim>, Vec<&Claim>) =
-                    held.iter().partition(|claim| locked.contains(&*claim.id));
-                let mut kept = keep(&client, lane, &free, lease).await?;
+                let all = held.iter().map(|claim| (lane, &*claim.id));
+                let all = find_locked(&client, all).await?;
+                let (mut locked, free): (Vec<&Claim>, Vec<&Claim>) =
+                    held.iter().partition(|claim| all.contains(&*claim.id));
+                let kept = match keep(&client, lane, &free, lease).await {
+                    Err(error) if is_locked(&error) => {
+                        locked.extend(free);
+                        Vec::new()
+                    }
+                    kept => kept?,
+                };
                 let (ids, tokens) = columns(locked);
-                let params: [&(dyn ToSql + Sync); 4] = [&lane.0, &ids, &tokens, &micros(lease)];
-                kept.extend(query::<i64>(&client, IS_KEPT, &params).await?);
+                unknown = query(&client, IS_HELD, &[&lane.0, &ids, &tokens]).await?;
                 kept
             }
             kept => kept?,
         };
-        let kept: HashSet<i64> = kept.into_iter().collect();
-        let tokens = held.iter().map(|claim| claim.token);
-        let answer = |token| if kept.contains(&token) { Kept::Ours } else { Kept::Lost };
-        Ok(tokens.map(answer).collect())
+        let [kept, unknown] = [kept, unknown].map(HashSet::<i64>::from_iter);
+        let answer = |claim: &&Claim| match claim.token {
+            token if kept.contains(&token) => Kept::Ours,
+            token if unknown.contains(&token) => Kept::Unknown,
+            _ => Kept::Lost,
+        };
+        Ok(held.iter().map(answer).collect())
     }
 
     async fn settle(&self, lane: Lane, ends: &[(Claim, Fate)]) -> Result<Vec<Settled>, StageError> {
@@ -682,7 +698,7 @@ impl crate::record::Records for Records {
             return Ok(false);
         };
         let lane = Lane(row.get(0));
-        self.tell(&client, lane).await?;
+        tell(&client, &self.bells, lane).await?;
         self.bells.ring(lane);
         Ok(true)
     }
@@ -721,7 +737,9 @@ impl Records {
         let client = self.db.client().await?;
         let mut settled = settle(&client, lane, ends, false, ended).await.map_err(StageError::from);
         if settled.as_ref().is_err_and(is_locked) {
-            settled = self.settle_free(&client, lane, ends, ended).await;
+            settled = settle_free(&client, lane, ends, ended)
+                .await
+                .map(|locked| self.put_off(lane, locked, ended));
         }
         match settled {
             Ok(()) => {}
@@ -749,35 +767,14 @@ impl Records {
                 }
             }
         }
-        if gives_back(ends) {
+        // What was put off may not be taken yet.
+        let later = Settled::Again(LATER);
+        let settled = ends.iter().filter(|(claim, _)| ended.get(&claim.token) != Some(&later));
+        if gives_back(settled.map(|(_, fate)| *fate)) {
             self.bells.ring(lane);
-            self.tell(&client, lane).await?;
+            tell(&client, &self.bells, lane).await?;
         }
         Ok(())
-    }
-
-    /// Settles those that nobody keeps locked, and puts off the others.
-    async fn settle_free(
-        &self,
-        client: &Client,
-        lane: Lane,
-        ends: &[(&Claim, &Fate)],
-        ended: &mut Ended,
-    ) -> Result<(), StageError> {
-        let left = ends.iter().filter(|(claim, _)| !ended.contains_key(&claim.token));
-        let left: Vec<_> = left.copied().collect();
-        let locked = left.iter().map(|(claim, _)| (lane, &*claim.id));
-        let locked = find_locked(client, locked).await?;
-        let (locked, free): (Vec<_>, Vec<_>) =
-            left.into_iter().partition(|(claim, _)| locked.contains(&*claim.id));
-        self.put_off(lane, locked, ended);
-        match settle(client, lane, &free, false, ended).await.map_err(StageError::from) {
-            Err(error) if is_locked(&error) => {
-                self.put_off(lane, free, ended);
-                Ok(())
-            }
-            settled => settled,
-        }
     }
 
     /// Has what is not settled wait until it is no longer locked. It is answered as due again, since it may be: who
@@ -788,33 +785,102 @@ impl Records {
         ends: impl IntoIterator<Item = (&'e Claim, &'e Fate)>,
         ended: &mut Ended,
     ) {
-        let mut put_off = self.put_off.lock();
+        let mut put_off = self.put_off.ends.lock();
         for (claim, fate) in ends {
             if let Entry::Vacant(entry) = ended.entry(claim.token) {
                 entry.insert(Settled::Again(LATER));
                 put_off.entry(lane).or_default().push((claim.clone(), fate.clone()));
+                self.put_off.is_any.notify_one();
             }
         }
     }
+}
 
-    /// Settles what was put off, as far as nobody keeps it locked any more. Its leases are not prolonged: what lapses
-    /// meanwhile is done again.
-    async fn settle_put_off(&self, client: &Client, lane: Lane) -> Result<(), StageError> {
-        let Some(ends) = self.put_off.lock().remove(&lane) else { return Ok(()) };
-        let ends: Vec<_> = ends.iter().map(|(claim, fate)| (claim, fate)).collect();
-        self.settle_free(client, lane, &ends, &mut Ended::new()).await?;
-        if gives_back(&ends) {
-            self.tell(client, lane).await?;
+/// Settles what was put off, once nobody keeps it locked any more. Its leases are not prolonged: what lapses meanwhile is
+/// done again, as is what is left at the end.
+async fn settle_later(db: Postgres, bells: Arc<Bells>, put_off: Arc<PutOff>) {
+    loop {
+        put_off.is_any.notified().await;
+        loop {
+            sleep(LATER).await;
+            let ends = std::mem::take(&mut *put_off.ends.lock());
+            if ends.is_empty() {
+                break;
+            }
+            for (lane, ends) in ends {
+                let left = settle_unlocked(&db, &bells, lane, ends).await;
+                if !left.is_empty() {
+                    put_off.ends.lock().entry(lane).or_default().extend(left);
+                }
+            }
         }
-        Ok(())
     }
+}
 
-    /// Tells others, once what `db` is in is committed, that there is something to take.
-    async fn tell(&self, db: &impl GenericClient, lane: Lane) -> Result<(), Error> {
-        let statement = db.prepare_cached("SELECT pg_notify($1, $2)").await?;
-        db.execute(&statement, &[&CHANNEL, &self.bells.news(lane)]).await?;
-        Ok(())
+/// Settles those that nobody keeps locked, each for itself. What is left: the others, and what could not be settled now.
+async fn settle_unlocked(
+    db: &Postgres,
+    bells: &Bells,
+    lane: Lane,
+    ends: Vec<(Claim, Fate)>,
+) -> Vec<(Claim, Fate)> {
+    let all = ends.iter().map(|(claim, _)| (lane, &*claim.id));
+    let Ok(client) = db.client().await.map_err(StageError::from) else { return ends };
+    let Ok(locked) = find_locked(&client, all).await else { return ends };
+    let (mut left, mut is_any_due) = (Vec::new(), false);
+    for (claim, fate) in ends {
+        if locked.contains(&*claim.id) {
+            left.push((claim, fate));
+            continue;
+        }
+        let mut ended = Ended::new();
+        let settled = settle(&client, lane, &[(&claim, &fate)], false, &mut ended).await;
+        match settled.map_err(StageError::from) {
+            Ok(()) => {
+                let is_due =
+                    |settled: &Settled| matches!(settled, Settled::Again(after) if *after < LATER);
+                is_any_due |= ended.values().any(is_due);
+            }
+            Err(error) if error.is_transient() || is_locked(&error) => left.push((claim, fate)),
+            Err(error) => {
+                let why = explain(&error);
+                tracing::error!(id = &*claim.id, error = why, "cannot be settled");
+            }
+        }
     }
+    if is_any_due {
+        bells.ring(lane);
+        // If it is lost, others find it when they look.
+        let _ = tell(&client, bells, lane).await;
+    }
+    left
+}
+
+/// Settles those that nobody keeps locked. The others.
+async fn settle_free<'e>(
+    client: &Client,
+    lane: Lane,
+    ends: &[(&'e Claim, &'e Fate)],
+    ended: &mut Ended,
+) -> Result<Vec<(&'e Claim, &'e Fate)>, StageError> {
+    let left = ends.iter().filter(|(claim, _)| !ended.contains_key(&claim.token));
+    let left: Vec<_> = left.copied().collect();
+    let all = left.iter().map(|(claim, _)| (lane, &*claim.id));
+    let all = find_locked(client, all).await?;
+    let (mut locked, free): (Vec<_>, Vec<_>) =
+        left.into_iter().partition(|(claim, _)| all.contains(&*claim.id));
+    match settle(client, lane, &free, false, ended).await.map_err(StageError::from) {
+        Err(error) if is_locked(&error) => locked.extend(free),
+        settled => settled?,
+    }
+    Ok(locked)
+}
+
+/// Tells others, once what `db` is in is committed, that there is something to take.
+async fn tell(db: &impl GenericClient, bells: &Bells, lane: Lane) -> Result<(), Error> {
+    let statement = db.prepare_cached("SELECT pg_notify($1, $2)").await?;
+    db.execute(&statement, &[&CHANNEL, &bells.news(lane)]).await?;
+    Ok(())
 }
 
 /// The table was at something else until the server ended its transaction.
@@ -863,8 +929,8 @@ fn unsorted<E>(ending: &Ending<E>) -> (&Claim, &Fate) {
 }
 
 /// What was given back may be taken by others at once.
-fn gives_back(ends: &[(&Claim, &Fate)]) -> bool {
-    ends.iter().any(|(_, fate)| **fate == Fate::Released)
+fn gives_back<'f>(mut fates: impl Iterator<Item = &'f Fate>) -> bool {
+    fates.any(|fate| *fate == Fate::Released)
 }
 
 async fn enqueue(

@@ -34,7 +34,7 @@ use crate::job::{Claim, JobId};
 /// Of so many jobs at most it is known which deliveries were no attempts.
 const FORGIVEN: usize = 1 << 16;
 
-/// So many at most of those that have ended are remembered, each at the place of its sequence.
+/// So many at most of those that have ended are remembered.
 const OVER: usize = 1 << 16;
 
 /// Messages taken in before anything else gets its turn.
@@ -62,8 +62,10 @@ pub(super) struct State {
     settled: HashMap<Claim, (Settled, Instant)>,
     /// By sequence, the deliveries that were no attempts: this process gave them back.
     forgiven: BTreeMap<u64, u32>,
-    /// The sequences of those that have ended here, if that is recorded nowhere, and when they were asked for.
-    over: Vec<Option<(u64, SystemTime)>>,
+    /// By sequence, when those were asked for that have ended here, if that is recorded nowhere.
+    over: HashMap<u64, SystemTime>,
+    /// Their sequences, as they ended.
+    over_in_turn: VecDeque<u64>,
     /// What the last few messages cost, or rather more; unknown before the first.
     cost: Option<f64>,
     /// What comes may have ended before, as far as is recorded, and is to be looked up.
@@ -126,7 +128,8 @@ impl State {
             held: HashMap::new(),
             settled: HashMap::new(),
             forgiven: BTreeMap::new(),
-            over: Vec::new(),
+            over: HashMap::new(),
+            over_in_turn: VecDeque::new(),
             cost: None,
             is_recorded,
             unanswered: None,
@@ -151,16 +154,19 @@ impl State {
     /// There will be no more deliveries of it.
     pub(super) fn is_over(&mut self, letter: &Letter) {
         self.forgiven.remove(&letter.sequence);
-        if !self.is_recorded {
-            self.over.resize(OVER, None);
-            self.over[place(letter.sequence)] = Some((letter.sequence, letter.published));
+        if !self.is_recorded && self.over.insert(letter.sequence, letter.published).is_none() {
+            self.over_in_turn.push_back(letter.sequence);
+            if self.over_in_turn.len() > OVER
+                && let Some(oldest) = self.over_in_turn.pop_front()
+            {
+                self.over.remove(&oldest);
+            }
         }
     }
 
     /// Whether it has ended here, as far as is remembered.
     pub(super) fn was_over(&self, letter: &Letter) -> bool {
-        let found = self.over.get(place(letter.sequence)).copied().flatten();
-        found == Some((letter.sequence, letter.published))
+        self.over.get(&letter.sequence) == Some(&letter.published)
     }
 
     /// Opens a pull for as much as there is room for; for one, before anything is known of what they cost. Whatever
@@ -563,11 +569,6 @@ impl Shared {
             }
         }
     }
-}
-
-/// Where it is remembered that one has ended.
-fn place(sequence: u64) -> usize {
-    usize::try_from(sequence % OVER as u64).expect("less than a number of places")
 }
 
 /// How much of a pull that has ended was not delivered, if the message says so.
