@@ -144,7 +144,7 @@ fn without_numbers(text: &str) -> String {
             whole.push('N');
         }
     }
-    whole.replace("N.Nµs", "<time>").replace("N.Nms", "<time>").replace("Nms", "<time>")
+    ["N.Nµs", "Nµs", "N.Nms", "Nms"].iter().fold(whole, |text, time| text.replace(time, "<time>"))
 }
 
 /// The same, but for the numbers that say how it ended.
