@@ -197,7 +197,11 @@ async fn records(ledger: &impl Ledger) -> anyhow::Result<Vec<Record>> {
             let task: Task = serde_json::from_str(job.payload.get())?;
             let error = job.error.unwrap_or_default();
             // One that is kept in a stream has its number there.
-            let id = job.connection.rsplit_once('/').map_or(Ok(job.id.0), |(_, id)| id.parse())?;
+            // A server that was killed may have given it to another job since: then it is nobody's.
+            let nobodys = u64::MAX - job.id.0;
+            let there =
+                job.connection.rsplit_once('/').map(|(_, id)| id.parse().unwrap_or(nobodys));
+            let id = there.unwrap_or(job.id.0);
             all.push(Record { id, number: task.number, state: job.status, error });
         }
         before = page.next;
